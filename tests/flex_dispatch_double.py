@@ -1,4 +1,4 @@
-"""DeepEP and HybridEP as Megatron-Core's flex dispatcher calls them, over torch.distributed: a token travels once to
+"""DeepEP as Megatron-Core's flex dispatcher calls it, over torch.distributed: a token travels once to
 each rank that has any of its experts, and what ranks give back for it is added in float32, in the order of ranks."""
 
 from __future__ import annotations
@@ -92,29 +92,9 @@ def fused_combine(rows: Tensor, group: Any, handle: Handle, **_: Any) -> tuple[T
     return Back.apply(rows, handle), None
 
 
-def hybrid_ep_dispatch(
-    x: Tensor, routing_map: Tensor, probs: Tensor, group: Any, num_local_experts: int, **_: Any
-) -> tuple[Tensor, Tensor, None, Tensor, tuple[Handle, Tensor, int]]:
-    handle = handle_of(group, routing_map.unflatten(1, (-1, num_local_experts)).any(dim=-1))
-    first = group.rank() * num_local_experts
-    mine = slice(first, first + num_local_experts)
-    chosen = handle.there(routing_map.to(torch.uint8))[:, mine].bool()
-    rows, weights = There.apply(x, handle), There.apply(probs, handle)[:, mine]
-    expert, token = chosen.T.nonzero(as_tuple=True)
-    return rows[token], weights[token, expert], None, chosen.sum(dim=0), (handle, token, len(rows))
-
-
-def hybrid_ep_combine(x: Tensor, handle: tuple[Handle, Tensor, int], **_: Any) -> Tensor:
-    of_ranks, token, count = handle
-    rows = torch.zeros(count, x.shape[-1]).index_add(0, token, x.float()).to(x.dtype)
-    combined: Tensor = Back.apply(rows, of_ranks)
-    return combined
-
-
 def use() -> None:
     """Let Megatron find these in the place of DeepEP's."""
     import megatron.core.transformer.moe.token_dispatcher as dispatchers
 
     dispatchers.fused_dispatch, dispatchers.fused_combine = fused_dispatch, fused_combine
     dispatchers.set_deepep_num_sms = lambda number: None
-    dispatchers.hybrid_ep_dispatch, dispatchers.hybrid_ep_combine = hybrid_ep_dispatch, hybrid_ep_combine

@@ -40,17 +40,15 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        assert adam_w_mode and not capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.name_to_dtype_map = dict(zip(KEYS, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
@@ -89,14 +87,6 @@ class FusedAdam(torch.optim.Optimizer):
         assert kept.dtype != torch.int16 or value.dtype == torch.int16
         kept.copy_(value)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """State keeps its dtypes, which torch's own would make the parameter's."""
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            self.state[param] = {name: value.clone() for name, value in state_dict["state"].get(number, {}).items()}
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
             for param in group["params"]:
@@ -117,24 +107,19 @@ class FusedAdam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         first = self.get_unscaled_state(param, "exp_avg").mul(beta1).add(gradient, alpha=1 - beta1)
         second = self.get_unscaled_state(param, "exp_avg_sq").mul(beta2).add(gradient.square(), alpha=1 - beta2)
-        remainders = self.master_weights and self._has_remainders(param)
-        if remainders:
+        if self._has_remainders(param):
             main = joined(param, self.state[param]["master_param"])
         else:
-            main = self.get_unscaled_state(param, "master_param") if "master_param" in self.state[param] else param
+            main = self.get_unscaled_state(param, "master_param") if self.master_weights else param
         corrected = second.div(1 - beta2 ** group["step"]).sqrt().add(group["eps"])
         update = first.div(1 - beta1 ** group["step"]).div(corrected).add(main, alpha=group["weight_decay"])
         main = main - group["lr"] * update
         self.set_scaled_state(param, "exp_avg", first)
         self.set_scaled_state(param, "exp_avg_sq", second)
-        if remainders:
-            weight, remainder = split(main)
-            param.copy_(weight)
-            self.set_scaled_state(param, "master_param", remainder)
-            return
-        param.copy_(main)
-        if "master_param" in self.state[param]:
-            self.set_scaled_state(param, "master_param", main)
+        weight, kept = split(main) if self._has_remainders(param) else (main, main)
+        param.copy_(weight)
+        if self.master_weights:
+            self.set_scaled_state(param, "master_param", kept)
 
 
 def install() -> None:
@@ -148,6 +133,5 @@ def install() -> None:
     for module in (optimizers, distrib_optimizer):
         module.Adam = FusedAdam
     optimizers.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = True  # it asks whether each state has a number of steps, when it saves
     for module in (optimizers, optimizer_config):
         module.is_te_min_version = lambda *_: True

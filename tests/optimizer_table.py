@@ -2,18 +2,15 @@
 
     python tests/optimizer_table.py [PACKAGE ...]
 
-runs all that the named packages (default: those that are installed) have, and prints a table.
+runs all that the named packages (default: those that are installed) have, and prints a line for each.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
-import logging.handlers
 import sys
-import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,13 +21,14 @@ import ranks
 import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support import training
+from support.seen import heard, same
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 from eplb_runtime.hosts.attaching.description import AttachError
 
-PACKAGES = ("torch.optim", "torch_optimizer", "pytorch_optimizer", "schedulefree", "bitsandbytes.optim", "timm.optim")
+PACKAGES = ("torch.optim", "pytorch_optimizer", "schedulefree", "bitsandbytes.optim", "timm.optim")
 STEPS = 5
 OPTIONS: dict[str, dict[str, Any]] = {
     "torch.optim.SGD": {"lr": 1e-2, "momentum": 0.9},
@@ -83,27 +81,14 @@ def optimizers_of(package: str) -> list[str]:
         return []
     return sorted(
         name
-        for name, kind in vars(_imported(package)).items()
+        for name, kind in vars(import_module(package)).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ARE_NONE
     )
 
 
-def _imported(package: str) -> types.ModuleType:
-    if package == "timm.optim" and importlib.util.find_spec("torchvision") is None and "timm" not in sys.modules:
-        found = importlib.util.find_spec("timm")
-        assert found is not None
-        bare = types.ModuleType("timm")  # its models need torchvision, its optimizers do not
-        bare.__path__ = list(found.submodule_search_locations or ())
-        sys.modules["timm"] = bare
-        models = types.ModuleType("timm.models")
-        models.group_parameters = models.group_with_matcher = models.model_parameters = None  # type: ignore
-        sys.modules["timm.models"] = models
-    return import_module(package)
-
-
 def made(package: str, name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """As a user makes it; matrices' optimizers beside AdamW for experts."""
-    kind = getattr(_imported(package), name)
+    kind = getattr(import_module(package), name)
     options = OPTIONS.get(f"{package}.{name}", {})
     parameters: Any = list(model.parameters())
     if name in BY_MODEL:
@@ -131,45 +116,38 @@ def made(package: str, name: str, model: nn.Module) -> list[torch.optim.Optimize
 
 def train(rank: int, package: str, name: str, *, move: bool) -> tuple[dict[str, Tensor], int, list[str]]:
     """Weights and state at the end, the epoch, and what was said."""
-    handler = logging.handlers.BufferingHandler(10**6)
-    handler.setLevel(logging.WARNING)
-    logging.getLogger("eplb_runtime").addHandler(handler)
     torch.manual_seed(rank)
     model = make_model("olmoe", experts=8, layers=1)
     optimizers = made(package, name, model)
-    config = eplb.BalancerConfig(
-        dense_gradients="allreduce", policy="incremental" if move else "static", interval=2, gate="always"
-    )
-    balancer = eplb.attach(model, optimizers, config=config)
-    try:
-        wait_until_compiled(balancer)
-        plan_by(balancer, plan_shuffle)
-        for optimizer in optimizers:
-            if callable(begin := getattr(optimizer, "train", None)):
-                begin()
-        for step in range(STEPS):
-            ids = batch_of(rank, step)
-
-            def passed() -> Tensor:
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                loss: Tensor = model(input_ids=ids, labels=ids).loss  # noqa: B023
-                loss.backward()
-                return loss
-
-            passed()
-            for optimizer in optimizers:
-                closes = name.endswith("Closure") or name in {"LBFGS", "SAM", "WSAM", "BSAM", "AliG"}
-                optimizer.step(passed) if closes else optimizer.step()
+    policy = "incremental" if move else "static"
+    with heard() as said:
+        balancer = training.attach(model, optimizers, moving=True, policy=policy, interval=2, gate="always")
         try:
-            state = eplb.logical_state_dict(model, optimizers[0] if len(optimizers) == 1 else None)
-        except Exception:
-            state = eplb.logical_state_dict(model)
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        return tensors, balancer.placement.epoch, [record.getMessage() for record in handler.buffer]
-    finally:
-        logging.getLogger("eplb_runtime").removeHandler(handler)
-        balancer.close()
+            for optimizer in optimizers:
+                if callable(begin := getattr(optimizer, "train", None)):
+                    begin()
+            for step in range(STEPS):
+                ids = batch_of(rank, step)
+
+                def passed() -> Tensor:
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                    loss: Tensor = model(input_ids=ids, labels=ids).loss  # noqa: B023
+                    loss.backward()
+                    return loss
+
+                passed()
+                for optimizer in optimizers:
+                    closes = name.endswith("Closure") or name in {"LBFGS", "SAM", "WSAM", "BSAM", "AliG"}
+                    optimizer.step(passed) if closes else optimizer.step()
+            try:
+                state = eplb.logical_state_dict(model, optimizers[0] if len(optimizers) == 1 else None)
+            except Exception:
+                state = eplb.logical_state_dict(model)
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            return tensors, balancer.placement.epoch, said
+        finally:
+            balancer.close()
 
 
 def outcome(rank: int, package: str, name: str) -> Outcome:
@@ -191,8 +169,7 @@ def outcome(rank: int, package: str, name: str) -> Outcome:
     random = [line for line in said if "gives something else when it is repeated" in line]
     if epoch < 2:
         return Outcome("not run", f"experts have moved {epoch} times: {said[-1:]}")
-    same = moved.keys() == static.keys() and all(torch.equal(moved[key], static[key]) for key in static)
-    if same:
+    if same(moved, static):
         return Outcome("to the bit")
     return Outcome("random", random[0]) if random else Outcome("differs", "; ".join(said))
 
@@ -213,21 +190,8 @@ def outcomes(rank: int, package: str, names: Iterable[str]) -> dict[str, Outcome
     return found
 
 
-def table(packages: Iterable[str]) -> Iterator[str]:
-    """In Markdown."""
-    yield "| package | moved experts train as static ones, to the bit | refused at `attach`; or experts stay |"
-    yield "|---|---|---|"
-    for package in packages:
-        names = optimizers_of(package)
-        if not names:
-            continue
-        found = run_ranks(2, outcomes, package, names)[0]
-        of: Callable[..., str] = lambda *ways: ", ".join(n for n, one in found.items() if one.way in ways)  # noqa: E731, B023
-        yield f"| {package} | {of('to the bit')} | {of('refused')}; stay: {of('stays')} |"
-        if rest := of("differs", "random", "not run"):
-            yield f"| | | neither: {rest} |"
-
-
 if __name__ == "__main__":
     ranks.FINISH_SECONDS = 7200
-    print("\n".join(table(sys.argv[1:] or PACKAGES)))
+    for package in sys.argv[1:] or PACKAGES:
+        if names := optimizers_of(package):
+            run_ranks(2, outcomes, package, names)

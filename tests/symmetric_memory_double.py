@@ -93,13 +93,6 @@ class SymmetricMemory:
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self._change(self.rank, channel, src_rank, 1, 0, timeout_ms)
 
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        for rank in peers:
-            self.put_signal(rank, channel, timeout_ms)
-        for rank in peers:
-            self.wait_signal(rank, channel, timeout_ms)
-
     def _change(self, at: int, channel: int, source: int, before: int, after: int, timeout_ms: int) -> None:
         assert channel >= 0 and 4 * (channel + 1) * self.world_size <= PAD_BYTES
         assert 0 <= at < self.world_size and 0 <= source < self.world_size

@@ -11,7 +11,7 @@ EXACT_BY_ITSELF = 2
 EXACT_IN_ONE_SUM = 2
 """Ranks that add up gradients of the same experts: the sum of two does not depend on their order."""
 BY_PLACE = "with experts moved, training is equal to rounding, not to the bit"
-STAND_IN = "%s=%s was tested with a stand-in, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
+NOT_RUN = "%s=%s was tested with a stand-in at best, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""Megatron-Core's newest supported version: rows of the installed one, and what only it has. Muon, which takes
-Newton-Schulz from emerging-optimizers, and gradients of experts' weights that are computed beside the backward pass of
-their dispatch, by stand-ins of TransformerEngine's grouped layers and of streams."""
+"""Megatron-Core's newest supported version: rows of the installed one, and what only it has: a layer of MTP that is
+passed twice, and Muon, which takes Newton-Schulz from emerging-optimizers."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import test_megatron
 from newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
 from ranks import rows_of, run_ranks
 from support import megatron_standins as standins
-from support.megatron_jobs import Job, Row, assert_moved_without_a_change, traces
+from support.megatron_jobs import Row, assert_moved_without_a_change, traces
 from test_megatron_rows import ROWS as OLDER
 from test_megatron_rows import TOP_3
 
 pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
-SHORT = ("distributed optimizer, all-gather", "optimizer of float16, shared experts", "grouped experts")
+SHORT = "grouped experts"
 OF_DEEPSEEK = {
     "muon_nesterov": True,
     "muon_scale_mode": "unit_rms_norm",
@@ -33,27 +32,9 @@ def of_muon(optimizer: str, layer_wise: bool = False, options: Any = (), **stepp
     return {**TOP_3, "distributed": False, "stepped": {**own, **stepped}, **dict(options)}
 
 
-def adaptive(job: Job) -> None:
-    options = of_muon("adaptive_muon")
-    job.__init__(**options)  # type: ignore[misc]
-
-
-def float32(job: Job) -> None:
-    options = {**of_muon("dist_muon"), "bf16": False}
-    job.__init__(**options)  # type: ignore[misc]
-
-
 MUONS = {
-    "muon": Row(of_muon("muon", **OF_DEEPSEEK), refused={adaptive: "optimizer=TensorParallelAdaptiveMuon"}),
-    "muon, float32, products in bfloat16": Row(of_muon("muon", options={"bf16": False})),
-    "layer-wise": Row(
-        of_muon("dist_muon", muon_nesterov=True),
-        saves=True,
-        refused={float32: "bf16=False: Megatron's layer-wise optimizer itself steps bf16 alone"},
-    ),
-    "layer-wise, gathers overlapped": Row(
-        of_muon("muon", True, {"overlap_grad_reduce": True, "overlap_param_gather": True})
-    ),
+    "muon": Row(of_muon("muon", **OF_DEEPSEEK)),
+    "layer-wise": Row(of_muon("dist_muon", muon_nesterov=True), saves=True),
     "layer-wise, laid out as Megatron-LM does": Row(of_muon("muon", True, {"laid_out": True})),
 }
 OWN = {
@@ -64,11 +45,14 @@ OWN = {
 MUONS = {
     name: replace(row, standins=("cpu", "gathers_of_any_sizes"), kinds=KEPT, newer=True) for name, row in MUONS.items()
 }
-SAME = (*SHORT, "tensor and sequence parallelism", "interleaved")
+SAME = (
+    *(SHORT, "distributed optimizer, all-gather", "optimizer of float16, shared experts"),
+    *("tensor and sequence parallelism", "interleaved"),
+)
 ROWS = {name: replace(row, newer=True) for name, row in {**{name: OLDER[name] for name in SAME}, **OWN}.items()} | MUONS
 
 
-@pytest.mark.parametrize("name", rows_of([name for name in ROWS if name not in MUONS], *SHORT))
+@pytest.mark.parametrize("name", rows_of([name for name in ROWS if name not in MUONS], SHORT))
 def test_experts_move_and_no_bit_changes(name: str) -> None:
     assert_moved_without_a_change(ROWS[name], traces(__name__, name))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,20 +14,19 @@ from ranks import run_ranks
 from stream_double import Module
 from support import training
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
-from support.training import undone
-from test_pipelining import AT_ONCE, batches, start
+from test_pipelining import AT_ONCE, STEPS, TOKENS, batches, differing, renamed, start, whole
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
-from eplb_runtime.events import RebalanceAborted
+from eplb_runtime.events import LoadMeasured, RebalanceAborted
 from eplb_runtime.hosts import pipelining
 from eplb_runtime.hosts.attaching import attach
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
 
-POSITIONS, EP, MICRO_BATCHES, TOKENS, STEPS = 2, 2, 4, 24, 2
+POSITIONS, EP, MICRO_BATCHES = 2, 2, 4
 
 
 class BothWays:
@@ -113,43 +111,12 @@ def train(rank: int, moving: bool) -> dict[str, Any]:
     ]
     result["placement"] = balancer.placement.digest()
     result["epoch"] = balancer.placement.epoch
-    result["state"] = [eplb.logical_state_dict(*pair) for pair in zip(stages, optimizers, strict=True)]
+    states = [eplb.logical_state_dict(*pair) for pair in zip(stages, optimizers, strict=True)]
+    result["state"] = {
+        renamed(name, number): value for number, state in enumerate(states) for name, value in state.items()
+    }
     balancer.close()
     return result
-
-
-def whole() -> tuple[list[dict[str, Tensor]], list[float]]:
-    stages = make_stages((1, 1))
-    optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in stages]
-    norms = []
-    for step in range(STEPS):
-        for column in range(EP):
-            for number in range(MICRO_BATCHES):
-                out, labels = micro_batch(column, step, number, TOKENS)
-                for stage in stages:
-                    out = stage(out)
-                (nn.functional.cross_entropy(out, labels) / MICRO_BATCHES / EP).backward()
-        parameters = [p for stage in stages for p in stage.parameters()]
-        norms.append(nn.utils.clip_grad_norm_(parameters, 0.5).item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [eplb.logical_state_dict(*pair) for pair in zip(stages, optimizers, strict=True)], norms
-
-
-def largest_difference(results: list[dict[str, Any]]) -> float:
-    states, norms = whole()
-    return max(
-        max(
-            *(abs(a - b) for a, b in zip(result["norms"], norms, strict=True)),
-            *(
-                float((mine[name] - theirs[name]).abs().max())
-                for mine, theirs in zip(result["state"], states, strict=True)
-                for name in theirs
-            ),
-        )
-        for result in results
-    )
 
 
 def jobs(rank: int) -> list[dict[str, Any]]:
@@ -158,7 +125,11 @@ def jobs(rank: int) -> list[dict[str, Any]]:
 
 def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
     still, moved = zip(*run_ranks(POSITIONS * EP, jobs), strict=True)
-    assert largest_difference(list(still)) < 1e-10
+    reference = whole(POSITIONS, EP, MICRO_BATCHES)
+    for result in still:
+        assert result["norms"] == pytest.approx(reference["norms"], abs=1e-10)
+        assert result["state"].keys() == reference["state"].keys()
+        assert all((mine - reference["state"][name]).abs().max() < 1e-10 for name, mine in result["state"].items())
     for results in (still, moved):
         assert len({result["placement"] for result in results}) == 1
         for column in range(EP):  # both copies of a stage have the same experts in the same slots
@@ -166,26 +137,20 @@ def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
                 assert all(torch.equal(one[name], other[name]) for name in one)
     assert moved[0]["epoch"] == STEPS
     for before, after in zip(still, moved, strict=True):
-        assert (before["losses"], before["norms"]) == (after["losses"], after["norms"])
-        for one, other in zip(before["state"], after["state"], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert differing(before, after) == []
 
 
-# -- Pairs of DualPipeV with streams of a double: a backward pass runs on the stream of its forward, the forward besid
+# -- Pairs of DualPipeV with streams of a double
 
 
 Where = dict[tuple[str, int, int], Any]
 
 
-def streams_of(rank: int, never_turned: bool) -> tuple[list[bool], list[bool], int]:
+def streams_of(rank: int) -> tuple[list[bool], list[bool], int]:
     """Of each pair whether its two have two streams, and whether the backward has that of its forward; and how many
     forwards of micro-batches were on the caller's stream."""
     module, where, pairs = Module(), Where(), []
     attach.MicroBatchChannels = partial(MicroBatchChannels, streams=TwoStreams(torch.device("meta"), module))  # type: ignore[misc]
-    if never_turned:
-        MicroBatchChannels.both = lambda self, here, beside, turned=False, own=MicroBatchChannels.both: own(
-            self, here, beside
-        )  # type: ignore[method-assign]
 
     def noted(kind: str, own: Any) -> Any:
         def call(stage: PipelineStage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
@@ -214,28 +179,12 @@ def streams_of(rank: int, never_turned: bool) -> tuple[list[bool], list[bool], i
     return apart, its_own, on_callers
 
 
-def turned_and_not(rank: int) -> list[tuple[list[bool], list[bool], int]]:
-    found = []
-    for never_turned in (False, True):
-        with undone(attach, MicroBatchChannels, PipelineStage):
-            found.append(streams_of(rank, never_turned))
-    return found
-
-
-@cache
-def results() -> list[list[tuple[list[bool], list[bool], int]]]:
-    return run_ranks(4, turned_and_not)
-
-
 def test_a_backward_pass_runs_on_the_stream_of_its_forward_and_the_forward_beside_it_on_the_other() -> None:
-    for (apart, its_own, on_callers), _ in results():
+    for apart, its_own, on_callers in run_ranks(4, streams_of):
         assert len(apart) >= AT_ONCE.micro_batches and all(apart) and all(its_own) and not on_callers
 
 
 # -- Models cut into pipeline stages: one job, one plan for all stages. By torch's own schedules: `test_pipelining`
-
-
-TOKENS_OF_STAGES = 24
 
 
 def one_stage_alone(rank: int) -> list:
@@ -259,32 +208,28 @@ def test_a_plan_may_change_one_stage_alone() -> None:
     assert run_ranks(4, one_stage_alone) == [[1, []]] * 4
 
 
-def load_of_stages(rank: int) -> list:
-    """Two stages of one layer on one EP rank each: what was counted, as every rank learns it."""
+def load_of_stages(rank: int) -> list[Any]:
+    """Two stages of one layer on one EP rank each: what was counted, as a decision has it."""
     stage = make_stages((1, 1))[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.0)
     balancer = training.attach([stage], [optimizer], ranks=Ranks(ep=(rank,), stages=(rank,)), interval=2, lag=1)
-    totals: list = []
-    decisions = balancer.rebalancer.decisions
-    plan = decisions.plan
-    decisions.plan = lambda measurement, *more: totals.append(np.stack(decisions.history)) or plan(measurement, *more)
+    totals: list[Any] = []
+    balancer.events.called_at_once.append(
+        lambda event: totals.append(event.load.sum(axis=-1).tolist()) if isinstance(event, LoadMeasured) else None
+    )
     stage.train()
     for step in range(3):
-        ids, _ = micro_batch(rank, step, 0, TOKENS_OF_STAGES)
-        incoming = ids if rank == 0 else torch.ones(TOKENS_OF_STAGES, HIDDEN, dtype=torch.float64)
-        stage(incoming).square().sum().backward()
+        ids, _ = micro_batch(rank, step, 0, TOKENS)
+        stage(ids if rank == 0 else torch.ones(TOKENS, HIDDEN, dtype=torch.float64)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     balancer.close()
-    return [total.tolist() for total in totals]
+    return totals
 
 
 def test_one_sum_holds_the_load_of_every_stage() -> None:
-    planner, other = run_ranks(2, load_of_stages)
-    assert other == []  # rank 0 of the job plans for all
-    (load,) = planner
-    per_layer = [[sum(layer) for layer in window] for window in load]
-    assert per_layer == [[TOKENS_OF_STAGES * TOP_K] * 2] * 2
+    for totals in run_ranks(2, load_of_stages):
+        assert totals == [[[TOKENS * TOP_K] * 2] * 2]
 
 
 def attach_wrongly(rank: int) -> dict[str, str]:

@@ -2,20 +2,18 @@
 against the same with experts that stay, to the bit; with replicas, and where its dispatchers add up by place, against
 torchtitan alone on the same ranks, in float64. Checkpoints, and what is refused.
 
-FlexAttention's kernel has plain products in its place (``launch/examples``), DeepEP, HybridEP and MinimalAsyncEP
-`titan_dispatch_double`.
+FlexAttention's kernel has plain products in its place (``launch/examples``), DeepEP `titan_dispatch_double`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import titan_dispatch_double
@@ -23,7 +21,6 @@ import torch
 from examples import load_example
 from ranks import rows_of, run_ranks
 from support.titan_jobs import STEPS, Row, Run, begin, compute_in_float64, found_of, with_settings
-from titan_dispatch_double import HAS_HYBRIDEP
 
 from eplb_runtime import DispatchConfig
 from eplb_runtime.hosts import AttachError
@@ -37,9 +34,7 @@ INTERLEAVED = {**STAGES, "pipeline_parallel_schedule": "Interleaved1F1B"}
 DENSE_FIRST = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "lm_head"]]
 """Stages of DeepSeek-V3, whose first layer has no experts: nor has the first rank of its pipeline."""
 ROWS = {
-    "ep 4, rows in sixteens": Row("qwen3", 4, multiple=16),
-    "ep 4": Row("deepseek_v3", 4, checkpointing="FullAC"),
-    "ep 4, biases": Row("gpt_oss", 4, checkpointing="SelectiveAC"),
+    "ep 4, biases, rows in sixteens": Row("gpt_oss", 4, multiple=16, checkpointing="SelectiveAC"),
     "ep 2 x efsdp 2": Row("qwen3", 2, saves=True),
     "tp 2, ep 2 x efsdp 2": Row("deepseek_v3", 2, TENSOR, checkpointing="FullAC"),
     "two replicas of the model": Row("qwen3", 2, REPLICATED),
@@ -47,24 +42,14 @@ ROWS = {
         "deepseek_v3", 2, {**STAGES, "module_fqns_per_model_part": DENSE_FIRST}, saves=True
     ),
     "interleaved stages": Row("qwen3", 2, INTERLEAVED, validates=True),
-    "cp 2, ep 2": Row("qwen3", 2, CONTEXT, ranks=2),
     "dp 2 x cp 2, ep 4": Row("qwen3", 4, CONTEXT),
-    "pp 2 x cp 2": Row("deepseek_v3", 2, {**CONTEXT, **STAGES}),
     "deepep": Row("qwen3", 4, backend="deepep", checkpointing="SelectiveAC", validates=True),
-    "minimal_async_ep": Row("qwen3", 4, backend="minimal_async_ep", top_k=3, checkpointing="FullAC"),
-    "hybridep": Row("deepseek_v3", 2, backend="hybridep", saves=True),
-    "hybridep without waits": Row("gpt_oss", 4, backend="hybridep", capacity=1.0, multiple=16),
-    "hybridep, pp 2": Row("qwen3", 2, INTERLEAVED, backend="hybridep"),
     # in float64, against torchtitan alone
     "deepep, three experts a token": Row("qwen3", 4, backend="deepep", top_k=3, close=1e-10),
-    "hybridep, three experts a token": Row("qwen3", 2, backend="hybridep", top_k=3, close=1e-10),
-    "moved, two replicas of the model": Row("qwen3", 2, REPLICATED, close=1e-10),
-    "copies, ep 4": Row("qwen3", 4, replica_slots=1, validates=True, close=1e-10),
+    "copies, ep 4, expert bias": Row("deepseek_v3", 4, replica_slots=1, validates=True, close=1e-10),
     "copies in two slots, full recompute": Row("gpt_oss", 2, replica_slots=2, checkpointing="FullAC", close=1e-10),
     "copies, accumulated": Row("qwen3", 2, replica_slots=1, micro_batches=2, close=1e-10, saves=True),
-    "copies, expert bias": Row("deepseek_v3", 2, replica_slots=1, close=1e-10),
     "copies, two replicas of the model": Row("gpt_oss", 2, REPLICATED, replica_slots=1, close=1e-10),
-    "copies, cp 2": Row("qwen3", 2, CONTEXT, ranks=2, replica_slots=1, close=1e-10),
 }
 SHORT = ("tp 2, ep 2 x efsdp 2", "deepep")
 
@@ -91,23 +76,13 @@ def results_of(name: str) -> list[dict[str, Any]]:
         row = ROWS[name]
         return row.ranks, row.close, row.backend != "standard", row.saves, row.family, name in SHORT
 
-    group = tuple(other for other in ROWS if kind(other) == kind(name) and why_not(ROWS[other]) == "")
+    group = tuple(other for other in ROWS if kind(other) == kind(name))
     return [found[name] for found in of_group(group)]
-
-
-def why_not(row: Row) -> str:
-    if row.backend == "hybridep" and not HAS_HYBRIDEP:
-        return "torchtitan's hybridep is imported with torch 2.14 and newer"
-    if row.degree("pipeline") > 1 and row.degree("context") > 1 and torch.__version__ < "2.14":
-        return "schedules of torch 2.13 cut batches themselves, and masks cannot be cut"
-    return ""
 
 
 @pytest.mark.parametrize("name", rows_of(ROWS, *SHORT))
 def test_training_with_every_home_moved_after_each_step_is_that_without(name: str) -> None:
     row = ROWS[name]
-    if reason := why_not(row):
-        pytest.skip(reason)
     for found in results_of(name):
         assert found["moved"] > 16 * (STEPS - 1)
         assert found["choices"] == {row.choices}
@@ -127,11 +102,11 @@ def test_training_with_every_home_moved_after_each_step_is_that_without(name: st
             assert not any(found["kept"].values()), found["kept"]
 
 
-# -- against torchtitan alone; what is refused -------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 NOT_TRIED = "full_dtensor" if torch.__version__ >= "2.14" else "spmd_types"
 PLAIN = Row("qwen3", 2)
-OWN = replace(ROWS["hybridep"], saves=False)
+OWN = ROWS["deepep"]
 Mistake = Callable[[Any], None]
 
 
@@ -170,20 +145,6 @@ def stages_of_somebody_else(config: Any) -> None:
     config.model_spec.pipelining_fn = config.model_spec.pipelining_fn.args[0]
 
 
-def drops(config: Any) -> None:
-    for routed in dispatchers_of(config):
-        routed.token_dispatcher.non_blocking_capacity_factor = 0.5
-
-
-def other_arguments(config: Any) -> None:
-    """Of a torchtitan whose dispatchers read ids elsewhere; until the process ends."""
-    from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
-
-    def dispatch(self: Any, x_TD: Any, routing_TE: Any) -> Any: ...
-
-    patch.object(HybridEPTokenDispatcher, "dispatch", dispatch).start()
-
-
 def setting(part: str, name: str, value: Any) -> Mistake:
     return lambda config: setattr(getattr(config, part) if part else config, name, value)
 
@@ -206,22 +167,11 @@ MISTAKES: list[tuple[str, Row, Mistake]] = [
     ),
     ("its dispatcher knows one place for an expert", OWN, partial(with_settings, replica_slots=1)),
     (
-        "torchtitan's dispatcher carries tokens; leave dispatch out",
+        "torchtitan's dispatcher sends tokens; leave dispatch out",
         OWN,
         partial(with_settings, dispatch=DispatchConfig("hierarchical")),
     ),
-    ("non_blocking_capacity_factor=0.5: HybridEP drops tokens", OWN, drops),
-    (
-        "moe_comm_backend=Other: nothing has been run with it",
-        OWN,
-        partial(another_dispatcher, "HybridEPTokenDispatcher"),
-    ),
-    (
-        "disable_cuda_graphs=False: a CUDA graph of forward and backward",
-        replace(OWN, capacity=1.0),
-        setting("training", "disable_cuda_graphs", False),
-    ),
-    ("takes x_TD, routing_TE, and not x_TD", OWN, other_arguments),
+    ("moe_comm_backend=Other: nothing has been run", OWN, partial(another_dispatcher, "DeepEPTokenDispatcher")),
 ]
 """What is said, of which job, and what a user does wrong to its config."""
 
@@ -231,15 +181,10 @@ def refused(rank: int, folder: Path) -> dict[str, Any]:
     titan_dispatch_double.use()
     said = []
     for line, row, mistake in MISTAKES:
-        if HAS_HYBRIDEP or row.backend != "hybridep":
-            with pytest.raises((AttachError, RuntimeError)) as error:
-                Run(row, folder, False, mistake=mistake).train()
-            said.append((line, str(error.value)))
-    if not HAS_HYBRIDEP:
         with pytest.raises((AttachError, RuntimeError)) as error:
-            Run(OWN, folder, False)
-        said.append(("moe_comm_backend='hybridep' is not imported with torch 2.13", str(error.value)))
-    return {"refused": said, "only one": taken_by_one_rank(rank, folder), "alone": beside_torchtitan_alone(folder)}
+            Run(row, folder, False, mistake=mistake).train()
+        said.append((line, str(error.value)))
+    return {"refused": said, "only one": taken_by_one_rank(rank, folder)}
 
 
 def taken_by_one_rank(rank: int, folder: Path) -> list[str]:
@@ -260,14 +205,6 @@ def taken_by_one_rank(rank: int, folder: Path) -> list[str]:
     return said
 
 
-def beside_torchtitan_alone(folder: Path) -> list[list[tuple[float, ...]]]:
-    """Losses and norms of torchtitan alone, and with experts that stay."""
-    runs = [Run(PLAIN, folder / "alone", balanced).train() for balanced in (None, False)]
-    for run in runs:
-        run.close()
-    return [run.logged for run in runs]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(4, refused, tmp_path_factory.mktemp("refused"))
@@ -282,10 +219,3 @@ def test_a_rank_that_takes_or_loads_state_alone_says_who_is_missing(results: lis
     taken, loaded = results[1]["only one"]
     assert "the state of the model" in taken and "the loading of the model's state" in loaded
     assert all("rank 0" in said and "did not come" in said for said in (taken, loaded))
-
-
-def test_the_trajectory_is_that_of_torchtitan_alone_to_rounding(results: list[dict[str, Any]]) -> None:
-    for found in results:
-        alone, ours = (torch.tensor(logged) for logged in found["alone"])
-        assert torch.allclose(ours[0], alone[0], rtol=1e-3)
-        assert torch.allclose(ours[:, 0], alone[:, 0], rtol=1e-2)

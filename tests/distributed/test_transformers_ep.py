@@ -19,7 +19,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.misuse.optimizers import orthogonal
 from support.seen import differing, digests, said_by
 from support.shuffle import plan_by, plan_shuffle
 from test_trainer import Moving, trainer_of
@@ -33,7 +32,6 @@ from eplb_runtime.distributed.consensus import gather_rows
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts.trainer import BalancedTrainer
 from eplb_runtime.hosts.transformers.expert_parallel import InRankOrder
-from eplb_runtime.moe.experts.slices import local
 from eplb_runtime.tools.formats.loads import read_record
 
 EXPERTS = 8
@@ -58,38 +56,16 @@ class Row:
     steps: int = 3
 
 
-class Muon(torch.optim.Optimizer):
-    """Makes the momentum of each expert's matrix orthogonal, which is whole on its rank; others take plain steps."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.02})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            kept = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-            kept.mul_(0.9).add_(parameter.grad)
-            if parameter.ndim == 3:
-                update = torch.stack([orthogonal(matrix) for matrix in local(kept)])
-                local(parameter).sub_(update, alpha=self.param_groups[0]["lr"])
-            else:
-                parameter.sub_(kept, alpha=self.param_groups[0]["lr"])
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=3e-2, momentum=0.9),
-    "Muon": Muon,
 }
 ROWS = {
-    "grouped_mm": Row(),
     "grouped_mm, bfloat16": Row(dtype=torch.bfloat16),
     "eager, bfloat16": Row("gpt_oss", implementation="eager", dtype=torch.bfloat16),
     "batched_mm": Row("olmoe", implementation="batched_mm"),
-    "accumulated, recomputed": Row("olmoe", micro_batches=2, recompute=True),
-    "evaluated before a step": Row(evaluates=True),
+    "accumulated, recomputed, evaluated": Row("olmoe", micro_batches=2, recompute=True, evaluates=True),
     "one batch on both ranks": Row(tp=2),
-    "Muon": Row(optimizer="Muon"),
     "two replicas of the model": Row(ranks=4, replicas=2),
     "tp 2 x fsdp 2, ep 4": Row("olmoe", ranks=4, ep=4, tp=2),
     "ep 2 x fsdp 2, computed in bfloat16": Row(ranks=4, mixed=True),
@@ -362,7 +338,7 @@ def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any
     return seen
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(tp: int, root: Path, tmp_path: Path) -> None:
     for found in run_ranks(2, by_the_trainer, folder_of("qwen3_moe", root), tmp_path, Row(tp=tp)):
         still = found.pop("still")

@@ -1,53 +1,21 @@
-"""`eplb-runtime verify` on loops that users could write: some are wrong in one thing, some right. All of them:
-``python -m tests.support.misuse.table``."""
+"""`eplb-runtime verify` on loops that users could write: those of `support.misuse` that are wrong in one thing, and
+those that are right."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import misuse
 import pytest
+import served
 
-ROOT = Path(__file__).parents[2]
-CASES = (
-    "ema_in_generator",
-    "compute_by_index",
-    "compute",
-    "penalty_that_couples",
-    "clip_what_attach_has_replaced",
-    "summed_by_the_loop",
-    "averaged_by_the_loop",
-)
-RIGHT = {"averaged_by_the_loop", "compute"}
+from eplb_runtime.tools.verification import verify_command
 
-pytest.importorskip("transformers", reason="Transformers is not installed")
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Exit status of the table, and its reports by case."""
-    reports = tmp_path_factory.mktemp("table") / "reports.jsonl"
-    command = [sys.executable, "-m", "tests.support.misuse.table", "--json", str(reports)]
-    for case in CASES:
-        command += ["--case", case]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    lines = [json.loads(line) for line in reports.read_text().splitlines()]
-    return status, {line["case"]: line["report"] for line in lines}
-
-
-def test_no_wrong_loop_is_called_right_in_silence_and_no_right_one_wrong(table: tuple[int, dict[str, Any]]) -> None:
-    status, reports = table
-    assert status == 0
-    for case, report in reports.items():
-        assert (report["verdict"] == "right") == (case in RIGHT), case
-
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 EXPECTED: dict[str, Callable[[dict[str, Any]], bool]] = {
     "ema_in_generator": lambda report: "ema_in_generator" in report["unregistered"][0]["holder"],
@@ -58,7 +26,22 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def test_the_report_says_what_differs(table: tuple[int, dict[str, Any]]) -> None:
-    _, reports = table
-    for case in reports.keys() & EXPECTED:
-        assert EXPECTED[case](reports[case]), (case, reports[case])
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket behind which jobs run."""
+    path = tmp_path_factory.mktemp("jobs") / "socket"
+    with subprocess.Popen([sys.executable, served.__file__, path], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == b"listens\n"
+            yield path
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("case", misuse.CASES)
+def test_no_wrong_loop_is_called_right_in_silence_and_no_right_one_wrong(case: str, jobs: Path) -> None:
+    command = [sys.executable, "-S", served.__file__, str(jobs), misuse.__file__, case]
+    report = verify_command(command, steps=8).to_dict()
+    is_silent = report["verdict"] == "right" and not report["said"]
+    assert is_silent == (misuse.CASES[case] in misuse.RIGHT), report
+    assert EXPECTED.get(case, bool)(report), report

@@ -1,5 +1,6 @@
 """Run a script on two ranks, as torchrun does, but forked from one process that has imported everything once:
-``python forked.py SCRIPT``. They end as any interpreter does; the exit status is that of the first rank that failed."""
+``python forked.py SCRIPT ARGUMENTS``. They end as any interpreter does; the exit status is that of the first rank that
+failed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import eplb_runtime.hosts  # noqa: F401
 RANKS = 2
 
 
-def main(script: str) -> None:
+def main(script: str, *arguments: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -28,7 +29,7 @@ def main(script: str) -> None:
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
         torch.set_num_threads(1)
-        sys.argv = [script]
+        sys.argv = [script, *arguments]
         sys.path.insert(0, os.path.dirname(script))
         runpy.run_path(script, run_name="__main__")
         return
@@ -37,4 +38,4 @@ def main(script: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,6 +1,5 @@
 """What stands in on a CPU for packages that Megatron-Core uses on a GPU: each function lets Megatron find one of them,
-in this process and from then on. Larger ones are in files of their own: `cuda_graph_double`, `flex_dispatch_double`,
-`fused_adam_double`, `fused_permutation_double`.
+in this process and from then on. Larger ones are in files of their own: `flex_dispatch_double`, `fused_adam_double`.
 """
 
 from __future__ import annotations
@@ -8,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -80,7 +78,7 @@ def adamw_steps() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = take
 
 
-# -- streams, graphs, dispatchers, permutations ------------------------------------------------------------------------
+# -- streams, dispatchers ----------------------------------------------------------------------------------------------
 
 
 class Event:
@@ -114,51 +112,10 @@ def streams() -> None:
         RowParallelLinear.backward_dw = lambda _: None  # as ColumnParallelLinear's
 
 
-def graphs() -> None:
-    import cuda_graph_double
-
-    cuda_graph_double.install()
-
-
-def capture(job: Any, length: int, micro_batches: int) -> bool:
-    """Let Megatron capture the graphs of a job."""
-    from megatron.core import num_microbatches_calculator
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-    if num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * micro_batches * 2, 2, 2)
-    helper = TECudaGraphHelper(job.models, job.config, length, 2, [job.optimizer])
-    helper.create_cudagraphs()
-    if job.models[0].ddp_config.overlap_param_gather:
-        helper.cuda_graph_set_manual_hooks()
-    return True
-
-
 def flex() -> None:
     import flex_dispatch_double
 
     flex_dispatch_double.use()
-
-
-def permutation() -> None:
-    """TransformerEngine's fused permutations, and its linear layer, of a whole weight on each rank."""
-    import fused_permutation_double
-    import megatron.core.transformer.moe.moe_layer as moe_layer
-    import megatron_on_cpu
-
-    torch.arange = megatron_on_cpu._on_cpu(torch.arange)
-    fused_permutation_double.use()
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
-
-
-class Linear(nn.Linear):
-    """Returns a bias beside."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **_: Any) -> None:
-        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(rows), None
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -196,115 +153,21 @@ class GroupedLinear(nn.Module):
         return found
 
 
-class DelayedLinear(GroupedLinear):
-    """Leaves its weights' gradients for `backward_dw`, in the order of the backward passes: it calls what Megatron's
-    DistributedDataParallel has registered then."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.left: list[tuple[Tensor, Tensor, list[int]]] = []
-        self.hooks: list[Callable[[], None]] = []
-        for weight in self.parameters():
-            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        self.hooks.append(hook)
-
-    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:
-        return Later.apply(rows, counts, self), None
-
-    def backward_dw(self) -> None:
-        rows, gradient, counts = self.left.pop(0)
-        for weight, mine, given in zip(self.parameters(), rows.split(counts), gradient.split(counts), strict=True):
-            weight.grad = given.T @ mine
-        for hook in self.hooks:
-            hook()
-
-
-class Later(torch.autograd.Function):
-    """Rows of each expert by its weights, whose gradients are left for later."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], linear: DelayedLinear) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.counts, ctx.linear = counts, linear
-        return GroupedLinear.forward(linear, rows, counts)[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.linear.left.append((*ctx.saved_tensors, gradient.clone(), ctx.counts))
-        pairs = zip(gradient.split(ctx.counts), ctx.linear.parameters(), strict=True)
-        return torch.cat([mine @ weight for mine, weight in pairs]), None, None
-
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def quantized(numbers: Tensor, recipe: str) -> Tensor:
-    """What FP8 keeps of numbers, in float32; scales are of the tensor, or of blocks along the last dimension."""
-    width = numbers.shape[-1]
-    block = {"blockwise": 128, "mxfp8": 32}.get(recipe, max(1, width))
-    padded = nn.functional.pad(numbers.float(), (0, -width % block)).unflatten(-1, (-1, block))
-    if recipe == "tensorwise":
-        largest = padded.abs().max() if padded.numel() else padded.new_ones(())
-    else:
-        largest = padded.abs().amax(dim=-1, keepdim=True) if padded.numel() else padded
-    scale = (largest / LARGEST).clamp(min=1e-12)
-    if recipe == "mxfp8":
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    kept = (padded / scale).to(torch.float8_e4m3fn).float() * scale
-    return kept.flatten(-2)[..., :width]
-
-
-class Product(torch.autograd.Function):
-    """Rows of one expert by its weights; all three products are of FP8."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, kept: Tensor, recipe: str) -> Tensor:
-        ctx.save_for_backward(rows, kept)
-        ctx.recipe, ctx.dtype = recipe, weight.dtype
-        return (quantized(rows, recipe) @ kept.T).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        rows, kept = ctx.saved_tensors
-        of_rows = quantized(gradient, ctx.recipe) @ kept
-        of_weight = quantized(gradient.T.contiguous(), ctx.recipe) @ quantized(rows.T.contiguous(), ctx.recipe).T
-        return of_rows.to(rows.dtype), of_weight.to(ctx.dtype), None, None
-
-
-class QuantizedLinear(GroupedLinear):
-    """Quantizes inputs, gradients and weights of each expert by themselves, and keeps the quantized weights from the
-    first micro-batch to the last."""
+class CachingLinear(GroupedLinear):
+    """Computes with weights that it has rounded in the first micro-batch of a step, as TransformerEngine's layers keep
+    FP8 of theirs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_first_microbatch, self.kept = True, [torch.empty(0)]
 
     def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:
-        weights, recipe = list(self.parameters()), str(self.config.fp8_recipe)
         if self.is_first_microbatch:
-            self.kept = [quantized(weight.detach(), recipe) for weight in weights]
+            self.kept = [weight.detach().to(torch.float8_e4m3fn).to(weight.dtype) for weight in self.parameters()]
         self.is_first_microbatch = False
-        parts = zip(rows.split(counts), weights, self.kept, strict=True)
-        return torch.cat([Product.apply(mine, weight, kept, recipe) for mine, weight, kept in parts]), None
-
-
-class Padding(nn.Module):
-    """Rows of each expert to a multiple of 32, by zeros."""
-
-    def __init__(self, count: int, **_: Any) -> None:
-        super().__init__()
-
-    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        parts = [nn.functional.pad(part, (0, 0, 0, -len(part) % 32)) for part in rows.split(counts)]
-        return torch.cat(parts), [len(part) for part in parts]
-
-
-class Unpadding(Padding):
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:  # type: ignore[override]
-        parts = rows.split([count + -count % 32 for count in counts])
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        parts = zip(rows.split(counts), self.parameters(), self.kept, strict=True)
+        products = [nn.functional.linear(mine, weight + (kept - weight).detach()) for mine, weight, kept in parts]
+        return torch.cat(products), None
 
 
 def grouped(linear: type[GroupedLinear] = GroupedLinear) -> None:
@@ -315,7 +178,9 @@ def grouped(linear: type[GroupedLinear] = GroupedLinear) -> None:
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    experts.HAVE_TE, experts.Fp8Padding, experts.Fp8Unpadding = True, Padding, Unpadding
+    experts.HAVE_TE = True
+    experts.Fp8Padding = lambda *_, **__: lambda rows, counts: (rows, counts)
+    experts.Fp8Unpadding = lambda *_, **__: lambda rows, counts: rows
     configs.is_te_min_version = lambda *_: True
     own = specs.get_gpt_decoder_block_spec
 
@@ -333,12 +198,8 @@ def grouped(linear: type[GroupedLinear] = GroupedLinear) -> None:
     specs.get_gpt_decoder_block_spec = made
 
 
-def quantized_experts() -> None:
-    grouped(QuantizedLinear)
-
-
-def delayed_experts() -> None:
-    grouped(DelayedLinear)
+def caching_experts() -> None:
+    grouped(CachingLinear)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -392,21 +253,18 @@ class Memory:
     """Weights, gradients and optimizer state of a job, freed and loaded as verl's functions do it around a rollout.
 
     Args:
-        model: Megatron's DistributedDataParallel.
+        model: Megatron's DistributedDataParallel, with its distributed optimizer.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._buffers = [*model.buffers, *model.expert_parallel_buffers]
-        self._parameters = list(model.parameters())
         self._leaves = [leaf for leaf in optimizer.chained_optimizers if not leaf.is_stub_optimizer]
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def free(self) -> None:
-        for buffer in self._buffers:
-            for data in (buffer.param_data, buffer.grad_data):
-                if data is not None and data.untyped_storage().size() > 0:
-                    self._kept.append((data, data.clone()))
-                    data.untyped_storage().resize_(0)
+        for data in (data for buffer in self._buffers for data in (buffer.param_data, buffer.grad_data)):
+            self._kept.append((data, data.clone()))
+            data.untyped_storage().resize_(0)
         self._move_state()
 
     def load(self) -> None:
@@ -420,26 +278,14 @@ class Memory:
         del taken
 
     def _move_state(self) -> None:
-        if self._buffers[0].param_data is None:  # parameters of their own: `.data` is put elsewhere
-            assert all(parameter.untyped_storage().resizable() for parameter in self._parameters)
-            _elsewhere(self._parameters)
+        """Who keeps the old memory trains with it."""
         for leaf in self._leaves:
-            if hasattr(leaf.optimizer, "_move_new_state_to_right_device"):
-                leaf.optimizer._move_new_state_to_right_device()
-                continue
-            masters = getattr(leaf, "shard_fp32_from_float16_groups", getattr(leaf, "fp32_from_float16_groups", []))
-            _elsewhere([master for group in masters for master in group])
+            for master in (master for group in leaf.shard_fp32_from_float16_groups for master in group):
+                old, master.data = master.data, master.data.clone()
+                old.fill_(float("nan"))
             for state in leaf.optimizer.state.values():
                 for key in {"exp_avg", "exp_avg_sq"} & state.keys():
-                    assert state[key].untyped_storage().resizable()
                     state[key] = state[key].clone()
-
-
-def _elsewhere(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        old = tensor.data
-        tensor.data = tensor.data.clone()
-        old.fill_(float("nan"))  # who keeps the old memory trains with it
 
 
 def gathers_of_any_sizes() -> None:
@@ -453,7 +299,7 @@ def gathers_of_any_sizes() -> None:
             if number == dist.get_rank(group):
                 tensor.copy_(mine)
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[number], group=group)
-        return types.SimpleNamespace(wait=lambda: None) if async_op else None
+        return SimpleNamespace(wait=lambda: None) if async_op else None
 
     dist.all_gather = all_gather
 
@@ -471,51 +317,3 @@ def with_a_layout(config: Any, ddp: Any, module: Any, **options: Any) -> Any:
         list(module.parameters()), ddp.bucket_size, ranks, ddp, expert_data_parallel_world_size=1
     )
     return distributed_data_parallel.DistributedDataParallel(config, ddp, module, full_param_layout=layout, **options)
-
-
-# -- adapters, float64 -------------------------------------------------------------------------------------------------
-
-
-def adapt(model: nn.Module) -> None:
-    """Leave adapters of attention alone to be trained, as Megatron-Bridge's LoRA for ``linear_qkv`` and ``linear_proj``
-    does, which needs TransformerEngine."""
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    for name, part in list(model.named_modules()):
-        if name.endswith(("linear_qkv", "linear_proj")):
-            out, into = part.weight.shape  # type: ignore[misc, union-attr]
-            part.linear_in = nn.Parameter(torch.randn(4, into, generator=generator).to(part.weight.dtype))  # type: ignore
-            part.linear_out = nn.Parameter(torch.zeros(out, 4, dtype=part.weight.dtype))  # type: ignore
-            part.forward = partial(_adapted, part, part.forward)
-
-
-def _adapted(part: Any, own: Callable[..., Any], rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-    result, bias = own(rows, *args, **kwargs)
-    return result + (rows @ part.linear_in.T) @ part.linear_out.T, bias
-
-
-class _WideTorch:
-    """``torch`` for a module that names narrow types."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float", "float32", "bfloat16") else getattr(torch, name)
-
-
-def float64() -> None:
-    """Where Megatron computes in float32 whatever its weights are: two trainings that differ by rounding alone differ
-    by 1e-10 then, and not by a float32's last bit."""
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.transformer import module
-    from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
-
-    torch.set_default_dtype(torch.float64)
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment]
-    for one in (clip_grads, module, moe_utils, router, token_dispatcher):
-        one.torch = _WideTorch()
-    own = torch.Tensor.type
-
-    def named(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        name = own(tensor, *args, **kwargs)
-        return name.replace("Double", "Float") if isinstance(name, str) else name
-
-    torch.Tensor.type = named  # type: ignore[assignment]

@@ -21,6 +21,13 @@ def same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     return one.keys() == other.keys() and not differing(one, other)
 
 
+def furthest(one: Mapping[Any, torch.Tensor], other: Mapping[Any, torch.Tensor]) -> float:
+    """The largest difference of any tensor, over its own largest number."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    pairs = [(tensor.double(), other[name].double()) for name, tensor in one.items()]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)

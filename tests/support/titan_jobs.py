@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured
 
-from .seen import differing
+from .seen import differing, furthest
 from .shuffle import plan_by, plan_shuffle
 
 STEPS, SAVED, TEXTS, LENGTH = 3, 2, 2, 64
@@ -41,8 +41,7 @@ class Row:
         ep: ranks of an EP group; torchtitan's FSDP divides the experts over those that are left.
         options: of ``config.parallelism`` besides.
         checkpointing: of activations, torchtitan's name for its way.
-        backend: ``moe_comm_backend``; others than ``standard`` run on `titan_dispatch_double`.
-        capacity: ``non_blocking_capacity_factor``.
+        backend: ``moe_comm_backend``; ``deepep`` runs on `titan_dispatch_double`.
         multiple: experts want rows of a multiple of so many, as torchtitan's quantised ones do.
         micro_batches: of a rank in a step.
         validates: between any two steps.
@@ -58,7 +57,6 @@ class Row:
     checkpointing: str = ""
     backend: str = "standard"
     top_k: int = 2
-    capacity: float | None = None
     multiple: int = 0
     micro_batches: int = 1
     validates: bool = False
@@ -99,12 +97,10 @@ class Row:
                     num_experts=layer.moe.num_experts,
                     top_k=self.top_k,
                     comm_backend=self.backend,  # as the model's moe_comm_backend
-                    non_blocking_capacity_factor=self.capacity,
                 )
         if self.backend != "standard":
             titan_dispatch_double.forget_buffers()
-            torch.use_deterministic_algorithms(False)
-            config.debug.deterministic = self.backend == "deepep"
+            config.debug.deterministic = True
         if self.multiple:
             for _, _, routed, _ in list(config.model_spec.model.traverse(GroupedExperts.Config)):
                 swap_token_dispatcher(routed, self.multiple)
@@ -245,7 +241,7 @@ def found_of(row: Row, folder: Path) -> dict[str, Any]:
         "choices": moving.choices,
         "calls": len(titan_dispatch_double.CALLS),
         "replicas": int((moving.balancer.placement.copy_count > 1).sum()),
-        "apart": distance(state, theirs) if row.close else differing(state, theirs),
+        "apart": furthest(state, theirs) if row.close else differing(state, theirs),
     }
     for run in (other, moving):
         run.close()
@@ -262,7 +258,7 @@ def read_back(row: Row, folder: Path, state: dict[str, Tensor], logged: list[Any
         ours = run.state()
         run.close()
         if close:
-            return [] if distance(ours, wanted) < close else ["far"]
+            return [] if furthest(ours, wanted) < close else ["far"]
         return differing(ours, wanted)
 
     found = {"resumed": apart(Run(row, folder / "ours", True, False, SAVED), state)}
@@ -273,16 +269,6 @@ def read_back(row: Row, folder: Path, state: dict[str, Tensor], logged: list[Any
     whole = alone.state()
     alone.close()
     found["taken over"] = apart(Run(row, folder / "theirs", True, False, STEPS), whole, 0.0)
-    return found
-
-
-def distance(ours: dict[str, Tensor], whole: dict[str, Tensor]) -> float:
-    """The largest difference of any tensor, relative to its largest number."""
-    assert ours.keys() == whole.keys(), ours.keys() ^ whole.keys()
-    found = 0.0
-    for name, tensor in whole.items():
-        largest = tensor.double().abs().max().clamp(min=1e-30)
-        found = max(found, float((ours[name].double() - tensor.double()).abs().max() / largest))
     return found
 
 

@@ -50,15 +50,15 @@ RATCHET = {
     "balancer": 3957,
     "observe": 2172,
     "checkpoint": 2287,
-    "hosts": 8868,
+    "hosts": 8842,
     "tools": 3343,
     "cli": 1000,
-    "package": 39449,
+    "package": 39423,
     "files of the package": 241,
     "page": 664,
-    "tests": 36280,
-    "files of tests": 196,
-    "Markdown, KB": 131,
+    "tests": 34377,
+    "files of tests": 190,
+    "Markdown, KB": 130,
 }
 """The most lines of Python in each room, the package and the tests, files, lines of js, css and html, and kilobytes of
 Markdown. They only come down, with each part that makes something smaller."""

@@ -20,10 +20,10 @@ from torch import nn
 from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
-from ..refusals import STAND_IN, sums_of_gradients, sums_of_results
+from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
-from .settings import STAND_INS, JobSettings, refusals, settings_of
+from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of
 from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
@@ -158,9 +158,9 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     if not found and dist.get_rank() == 0:
-        for name, is_used in STAND_INS.items():
+        for name, is_used in NOT_FOR_REAL.items():
             if is_used(settings):
-                logger.warning(STAND_IN, name, getattr(settings, name))
+                logger.warning(NOT_RUN, name, getattr(settings, name))
     return found
 
 

@@ -224,7 +224,7 @@ def exact(job: JobSettings) -> Exact:
     return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
-STAND_INS: Mapping[str, Callable[[JobSettings], bool]] = {
+NOT_FOR_REAL: Mapping[str, Callable[[JobSettings], bool]] = {
     "moe_token_dispatcher_type": lambda job: job.moe_token_dispatcher_type == "flex",
     "overlap_moe_expert_parallel_comm": lambda job: job.overlap_moe_expert_parallel_comm,
     "cuda_graph_modules": lambda job: job.cuda_graph_impl != "none",
@@ -232,4 +232,4 @@ STAND_INS: Mapping[str, Callable[[JobSettings], bool]] = {
     "use_precision_aware_optimizer": _is_aware_on_device,
     "moe_permute_fusion": lambda job: job.moe_permute_fusion and reorders(job),
 }
-"""Settings that were tested with a stand-in alone, and whether a job uses them."""
+"""Settings that were tested with a stand-in alone or not at all, and whether a job uses them."""

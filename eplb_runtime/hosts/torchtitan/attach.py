@@ -24,12 +24,11 @@ from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
 from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
-from ..refusals import STAND_IN
+from ..refusals import NOT_RUN
 from .experts import balanced_experts, describe, routed_experts
 from .pipeline import accompany, build_pipeline, numbers_of
 from .settings import (
     BACKENDS,
-    NEEDED_TORCH,
     STANDARD,
     TitanSettings,
     backend_of,
@@ -58,17 +57,11 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
         balancer_config: settings; the same on every rank.
 
     Raises:
-        AttachError: it has no model, is balanced already, or its dispatcher needs a newer torch. What else cannot be
-            used is refused when the Trainer is built, by the same error, on every rank.
+        AttachError: it has no model, or is balanced already. What else cannot be used is refused when the Trainer is
+            built, by the same error, on every rank.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
-    backend = backend_of(_dispatchers(config))
-    if torch.__version__ < (needed := NEEDED_TORCH.get(backend, "")):
-        raise AttachError(
-            f"torchtitan's moe_comm_backend='{backend}' is not imported with torch {torch.__version__}: install torch "
-            f"{needed} or newer, or choose the model with another one"
-        )
     imports = [_path(balanced_experts), _path(balanced_optimizers)]
     if any(entry in config.override.imports for entry in imports):
         raise AttachError("this config is balanced already: call balance() once")
@@ -138,7 +131,7 @@ def _build(
         stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
     )
     if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
-        logger.warning(STAND_IN, "moe_comm_backend", settings.moe_comm_backend)
+        logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
     optimizers.order = order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order, same_tensors=True)
@@ -187,7 +180,6 @@ def _live_settings(
 ) -> TitanSettings:
     blocks = [block for part in model_parts for block in part.modules()]
     dispatchers, dims = _dispatchers(trainer_config), parallel_dims
-    capacities = [getattr(one, "non_blocking_capacity_factor", None) for one in dispatchers]
     return TitanSettings(
         top_k=dispatchers[0].top_k if dispatchers else 0,
         expert_parallel_degree=dims.ep,
@@ -196,8 +188,6 @@ def _live_settings(
         data_parallel_replicate_degree=dims.dp_replicate,
         expert_data_parallel_size=max(dims.world_size // (dims.pp * dims.ep), 1),
         moe_comm_backend=backend_of(dispatchers),
-        non_blocking_capacity_factor=min((one for one in capacities if one is not None), default=None),
-        disable_cuda_graphs=trainer_config.training.disable_cuda_graphs,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiled=any(map(_is_compiled, blocks)),
         optimizers=tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),

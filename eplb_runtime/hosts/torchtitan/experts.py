@@ -2,7 +2,7 @@
 
 What is replaced runs where torchtitan has made plain local tensors of its DTensors, and where FSDP has brought together
 the experts of this EP rank; so a batch goes its way through our layer there, and torchtitan's own `GroupedExperts`
-computes the rows that arrive. A dispatcher of `settings.OWN_BACKENDS` (DeepEP, HybridEP, MinimalAsyncEP) stays, and is
+computes the rows that arrive. A dispatcher of `settings.OWN_BACKENDS` (DeepEP) stays, and is
 given slots in the place of logical experts: it takes id ``i`` to be on rank ``i // (E/R)``, as slots are.
 """
 

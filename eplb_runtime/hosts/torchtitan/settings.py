@@ -11,14 +11,8 @@ from ..refusals import EXACT_BY_ITSELF, Refusal, sums_of_gradients, sums_of_resu
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
 """``spmd_backend`` -> the torch that it needs."""
 STANDARD = "standard"
-OWN_BACKENDS = {
-    "deepep": "DeepEPTokenDispatcher",
-    "hybridep": "HybridEPTokenDispatcher",
-    "minimal_async_ep": "MinimalAsyncEPTokenDispatcher",
-}
+OWN_BACKENDS = {"deepep": "DeepEPTokenDispatcher"}
 """``moe_comm_backend`` -> the dispatcher, where torchtitan's own stays and is given slots in the place of experts."""
-NEEDED_TORCH = {"hybridep": "2.14"}
-"""``moe_comm_backend`` -> the torch that torchtitan's part for it is imported with."""
 _STANDARD_DISPATCHERS = ("AllToAllTokenDispatcher", "TorchAOTokenDispatcher", "LocalTokenDispatcher")
 
 
@@ -33,8 +27,6 @@ class TitanSettings:
     data_parallel_replicate_degree: int = 1
     expert_data_parallel_size: int = 1  # ranks that hold the same experts
     moe_comm_backend: str = STANDARD
-    non_blocking_capacity_factor: float | None = None  # of HybridEP; below 1 it drops tokens
-    disable_cuda_graphs: bool = False
     deterministic: bool = False  # of debug: DeepEP receives tokens in a fixed order
     compiled: bool = False  # blocks with experts
     optimizers: tuple[str, ...] = ("AdamW",)
@@ -51,7 +43,7 @@ def backend_of(dispatchers: Iterable[Any]) -> str:
 def notes(job: TitanSettings) -> Iterator[str]:
     """Yield lines that say what makes bits depend on where experts are."""
     backend, replicated = job.moe_comm_backend, job.data_parallel_replicate_degree
-    if backend in ("deepep", "hybridep") and job.top_k > EXACT_BY_ITSELF:
+    if backend == "deepep" and job.top_k > EXACT_BY_ITSELF:
         yield sums_of_results(f"moe_comm_backend='{backend}'", job.top_k)
     if backend == "deepep" and not job.deterministic:
         yield (
@@ -70,7 +62,6 @@ def refusals(job: TitanSettings, with_replicas: bool = False) -> Iterator[Refusa
 def _refused(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
     """Yield a setting, the reason, and what to write."""
     backend = job.moe_comm_backend
-    capacity = job.non_blocking_capacity_factor if backend == "hybridep" else None
     if job.expert_parallel_degree == 1:
         why = "every rank has all experts, nothing to balance"
         yield "expert_parallel_degree", why, "set parallelism.expert_parallel_degree"
@@ -78,15 +69,8 @@ def _refused(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
         why = "a block is compiled as one graph, and a batch meets other ranks in the middle of it"
         yield "compiled", why, "leave 'model' out of compile.components, or set compile.enable=False"
     if backend not in (STANDARD, *OWN_BACKENDS):
-        instead = f"choose the model with moe_comm_backend='standard', or one of {', '.join(OWN_BACKENDS)}"
+        instead = "choose the model with moe_comm_backend='standard' or 'deepep'"
         yield "moe_comm_backend", "nothing has been run with it", instead
-    if capacity is not None and capacity < 1:
-        why = "HybridEP drops tokens of a rank that receives many, so which ones would follow the placement"
-        yield "non_blocking_capacity_factor", why, "set it to 1.0, or to None"
-    # torchtitan captures forward and backward with these; with others it refuses that itself.
-    if (backend == "minimal_async_ep" or capacity is not None) and not job.disable_cuda_graphs:
-        why = "a CUDA graph of forward and backward would begin no forward as it is replayed, and nothing would count"
-        yield "disable_cuda_graphs", why, "set training.disable_cuda_graphs"
     if any("muon" in name.lower() for name in job.optimizers):
         why = "it multiplies a rank's experts as one batch on a GPU, and no test shows an update's bits at other places"
         yield "optimizers", why, "use AdamW"

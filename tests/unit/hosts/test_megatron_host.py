@@ -32,19 +32,6 @@ class Experts(nn.Module):
             inside.register_parameter(own, nn.Parameter(torch.zeros(2)))
 
 
-def slots(*names: str) -> dict[str, tuple[str, ...]]:
-    from eplb_runtime.hosts.megatron.describe import _slots
-
-    return _slots("layer.experts", Experts(*names), 2)
-
-
-def part(key: str, slot: int, of: int = 4) -> Any:
-    """A tensor ``[layers 3, experts, 2]`` of the layer 1, as Megatron makes it."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    return ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 1, 3), (1, slot, of), prepend_axis_num=2)
-
-
 def test_megatron_still_has_what_the_host_takes_the_place_of() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
