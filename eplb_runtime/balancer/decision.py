@@ -214,15 +214,7 @@ class PlanMaker:
         def ask() -> bytes:
             if self.process is not None:
                 self.process.is_ready(self._config.timeout_seconds * (1.0 - PLANNING) / 2.0)
-            made = self.planner(
-                load,
-                self._topology,
-                slots_per_rank=current.slots_per_rank,
-                policy=self._config.policy,
-                layout="home",
-                rank_speed=self._config.rank_speed,
-            )
-            return _as_message(made, current)
+            return _as_message(self._planned(load, current), current)
 
         sent = self.read(self.broadcast(ask, group), current)
         verdict = agreement.check_equal(sent.digest, "plan")
@@ -253,25 +245,27 @@ class PlanMaker:
             self._track_record.note(made)
         return message
 
+    def _planned(self, load: NDArray[Any], sizes: Placement, **terms: Any) -> Plan:
+        """Return a plan of the slots of this placement."""
+        slots, config = sizes.slots_per_rank, self._config
+        fixed = {"policy": config.policy, "layout": "home", "rank_speed": config.rank_speed}
+        return self.planner(load, self._topology, slots_per_rank=slots, **fixed, **terms)
+
     def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> Plan:
         """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
         trust, cost, most = self._track_record.trust, self._cost(measurement), None
         slots, longest = measurement.placement.slots_per_rank, self._config.migration.max_pause_seconds
         began = time.monotonic()
         for left in reversed(range(_TRIES)):
-            made = self.planner(
+            made = self._planned(
                 load,
-                self._topology,
-                slots_per_rank=slots,
-                policy=self._config.policy,
-                layout="home",
+                measurement.placement,
                 current=measurement.placement,
                 max_moves=self._config.migration.max_moves,
                 max_bytes=most,
                 cost=cost,
                 gate=self._config.gate,
                 declared=measurement.declared,
-                rank_speed=self._config.rank_speed,
                 sources=self._sources,
                 trust=trust,
             )
