@@ -274,7 +274,7 @@ def stops(rank: int) -> None:
         (lambda: leaves((1,)), "" if rank == 1 else "rank 1 has stopped before the end"),
         (lambda: leaves((0, 1, 2)), ""),
         (fails, f"{failed}no room in the engine"),
-        (goes_on, None if rank == 1 else "rank 1: it went on to weights_changed() with its stream of weights open"),
+        (goes_on, None if rank == 1 else "rank 1: it called weights_changed() while its stream of weights was open"),
         (cannot_write, "rank 0: MemoryError: no memory"),
         (freed, "rank 2: model.layers.0.mlp.experts.gate_up_proj: its memory is freed"),
         (
