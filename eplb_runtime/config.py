@@ -40,6 +40,7 @@ GONE = {
     "transport='shm'": "gone; gloo does it: leave transport out",
     "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
     "most_tokens": "gone: leave it out",
+    **dict.fromkeys(("split", "split_locality"), "gone: leave it out"),
     "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
 }
 LOOPBACK = "127.0.0.1"
@@ -151,10 +152,6 @@ class DispatchConfig(_Settings):
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
     kernels: bool = True
     """On GPUs with Triton its kernels count, route and sum a layer's choices; torch where the first batch differs."""
-    split: Literal["water_filling", "even"] = "water_filling"
-    """How a batch is shared out over an expert's copies: so that the busiest rank has least, or evenly."""
-    split_locality: bool = True
-    """Serve a token on its own rank or node where that does not change the balance."""
     split_least_tokens: int = 64
     """A batch with fewer (token, choice) pairs over all ranks is not split: it stays at home."""
 
@@ -325,8 +322,8 @@ class BalancerConfig(_Settings):
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:
             yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
-        splits = [(name, self.dispatch) for name in ("split", "split_locality", "split_least_tokens")]
-        for name, config in () if self.replica_slots else (("copies_by", self), *splits):
+        of_copies = ("copies_by", self), ("split_least_tokens", self.dispatch)
+        for name, config in () if self.replica_slots else of_copies:
             if (value := getattr(config, name)) != config.__dataclass_fields__[name].default:
                 yield f"{name}={value!r} without replica slots: give replica_slots=1 or more"
         if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):

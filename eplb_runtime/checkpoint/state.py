@@ -190,8 +190,7 @@ class LogicalView:
             if not patient:
                 self.balancer.runtime.barrier(what)
             runtime = self.balancer.runtime
-            found = first_problem(problem, runtime.groups.everyone, runtime.device)
-            problem = str(found) if found is not None else ""
+            problem = first_problem(problem, runtime.groups.everyone, runtime.device)
         if problem:
             raise CheckpointError(f"{what}: {problem}")
 

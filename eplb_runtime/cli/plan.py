@@ -47,9 +47,8 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         planned.placement.save(arguments.output)
     if not arguments.json:
-        print(
-            f"{planned}\nimbalance is that of the load given; for that of the steps after a plan: eplb-runtime simulate"
-        )
+        print(planned)
+        print("imbalance is that of the load given; for that of the steps after a plan: eplb-runtime simulate")
         if arguments.output is not None:
             print(f"placement written to {arguments.output}")
         return

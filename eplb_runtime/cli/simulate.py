@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   eplb-runtime simulate runs/first                      # its ranks, nodes and interval, and a replica slot
+  eplb-runtime simulate runs/first --policies deepseek,incremental --gate payoff
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
-  eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
-      --policies static,deepseek,incremental --gate payoff
 """
 
 GIVEN = ("every", "steps_per_window", "groups", "max_moves", "gate")

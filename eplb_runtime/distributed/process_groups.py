@@ -36,6 +36,11 @@ _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 
 
+def _of(sets: str, purpose: str) -> cached_property[dist.ProcessGroup]:
+    """Return a group of those of a job's sets with this rank."""
+    return cached_property(lambda groups: groups._new(getattr(groups.job, sets), purpose))
+
+
 class ProcessGroups:
     """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place.
 
@@ -153,10 +158,12 @@ class ProcessGroups:
 
     # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
-    @cached_property
-    def data(self) -> dist.ProcessGroup:
-        """Ranks that hold the same stages: gradients outside the experts."""
-        return self._new(self.job.data_sets, "data")
+    data = _of("data_sets", "data")
+    """Ranks that hold the same stages: gradients outside the experts."""
+    dispatch = _of("ep_sets", "dispatch")
+    """One EP group: tokens."""
+    replicas = _of("row_sets", "replicas")
+    """The ranks of ``rows``: weights to replicas, gradients back."""
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
@@ -182,11 +189,6 @@ class ProcessGroups:
         return self._new(self.job.twin_sets, "twins") if len(mine) > 1 else None
 
     @cached_property
-    def dispatch(self) -> dist.ProcessGroup:
-        """One EP group: tokens."""
-        return self._new(self.job.ep_sets, "dispatch")
-
-    @cached_property
     def counts(self) -> dist.ProcessGroup:
         """One EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo, which ends the process where
         messages that meet differ in size, as those of a forward and a backward would."""
@@ -202,11 +204,6 @@ class ProcessGroups:
     def rows(self) -> dist.ProcessGroup:
         """Ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
         return self._new(self.job.row_sets, "rows") if self.job.divided_rows else self.dispatch
-
-    @cached_property
-    def replicas(self) -> dist.ProcessGroup:
-        """The ranks of ``rows``: weights to replicas, gradients back."""
-        return self._new(self.job.row_sets, "replicas")
 
     @cached_property
     def background(self) -> dist.ProcessGroup:

@@ -28,8 +28,7 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Assumed shares of a step in expert work; the first one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
-CLOSE = 0.95
-"""Of the lowest imbalance that moved homes can have: they have it, nearly."""
+CLOSE = 0.95  # of the lowest imbalance that moved homes can have: they have it, nearly
 LEAST_INTERVALS, MOST_INTERVALS = 3, 20
 """One is planned on, two are judged at least; of a longer record, the newest are judged."""
 HORIZON_INTERVALS = 10

@@ -1,31 +1,34 @@
 """Training whose experts move has the very bits of training whose experts stay: losses, norms, every parameter, every
-optimizer tensor, and what people keep beside the weights. What it is equal to in one process: `test_loops`."""
+optimizer tensor. What it is equal to in one process: `test_loops`; with each optimizer: `test_mixed_precision`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import differing, digests
+from support.seen import differing, digests, said_by
 from support.shuffle import plan_by, plan_newest, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.migration.engine import Phase
+from eplb_runtime.planner.shuffle import shuffled
 
 EXPERTS = 16
 
 
-class MasterAdamW(torch.optim.Optimizer):
-    """bfloat16 weights, float32 masters and moments in the optimizer's state."""
+class MasterSGD(torch.optim.Optimizer):
+    """bfloat16 weights, float32 masters and momentum in the optimizer's state."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -34,30 +37,21 @@ class MasterAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros(())
                     state["master"] = parameter.detach().float()
-                    state["exp_avg"] = torch.zeros_like(state["master"])
-                    state["exp_avg_sq"] = torch.zeros_like(state["master"])
-                gradient = parameter.grad.float()
-                state["step"] += 1
-                state["exp_avg"].lerp_(gradient, 0.1)
-                state["exp_avg_sq"].mul_(0.99).addcmul_(gradient, gradient, value=0.01)
-                state["master"].mul_(1 - 0.1 * group["lr"])
-                state["master"].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(1e-6), value=-group["lr"])
-                parameter.copy_(state["master"])
+                    state["momentum"] = torch.zeros_like(state["master"])
+                if parameter.grad is not None:
+                    state["momentum"].mul_(0.9).add_(parameter.grad.float())
+                    state["master"].add_(state["momentum"], alpha=-group["lr"])
+                    parameter.copy_(state["master"])
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=3e-3, momentum=0.9),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=3e-3),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=3e-3),
-    "masters": lambda parameters: MasterAdamW(parameters, lr=3e-3),
+    "masters": lambda parameters: MasterSGD(parameters, lr=0.1),
 }
 
 
@@ -87,14 +81,14 @@ class Job:
     scaled: bool = False
     overflow: int = -1
     hold_back: bool = False
+    sliced: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     begin: Callable[[int, eplb.Balancer], None] = nothing
 
 
-@cache
-def ep_group_of(rank: int) -> dist.ProcessGroup:
+def ep_group() -> dist.ProcessGroup:
     """EP 2: ranks 0 and 1 are one EP group, 2 and 3 the next."""
-    return [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][rank // 2]
+    return training.meshes(2, dist.get_world_size() // 2)[0]["ep"].get_group()
 
 
 def train(rank: int, job: Job) -> dict[str, Any]:
@@ -102,18 +96,20 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     model.set_experts_implementation(job.implementation)
     if job.recompute:
         model.gradient_checkpointing_enable()
-    optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     settings = {"interval": job.interval, "lag": 0, "gate": "always", **dict(job.settings)}
-    balancer = training.attach(
-        model, optimizer, ep_group=ep_group_of(rank), policy="incremental" if job.planner else "static", **settings
-    )
+    settings["policy"] = "incremental" if job.planner else "static"
+    if job.sliced:
+        settings["dense_gradients"] = "host"
+        training.shard(model, 2, dist.get_world_size() // 2, **settings)
+    optimizer = OPTIMIZERS[job.optimizer](model.parameters())
+    balancer = training.attach(model, optimizer, ep_group=ep_group(), **settings)
     if job.planner:
         plan_by(balancer, job.planner)
         wait_until_compiled(balancer)
     job.begin(rank, balancer)
     averages = {name: model.get_parameter(name).detach().clone() for name in balancer.layer_of_parameter}
-    for name in averages if job.averages else ():
-        balancer.register(name, "ema", averages[name])
+    if job.averages:
+        balancer.register_all("ema", averages)
     scaler = eplb.GradScaler(balancer, init_scale=1024.0, growth_interval=1000) if job.scaled else None
 
     def step(number: int) -> torch.Tensor:
@@ -134,8 +130,8 @@ def train(rank: int, job: Job) -> dict[str, Any]:
                 norms.append(float(balancer.clip_grad_norm_(0.5)))
             optimizer.step()
         optimizer.zero_grad()
-        for name in averages if job.averages else ():
-            averages[name].lerp_(model.get_parameter(name).detach(), 0.1)
+        for name, average in averages.items() if job.averages else ():
+            average.lerp_(model.get_parameter(name).detach(), 0.1)
         return loss
 
     norms: list[float] = []
@@ -156,10 +152,6 @@ REPLICAS = (("replica_slots", 1), ("interval", 2))
 MOVED = {
     "eager": Job(implementation="eager"),
     "batched_mm": Job(implementation="batched_mm"),
-    "SGD": Job(optimizer="SGD"),
-    "Adagrad": Job(optimizer="Adagrad"),
-    "RMSprop": Job(optimizer="RMSprop"),
-    "bfloat16": Job(dtype=torch.bfloat16),
     "recomputed": Job(recompute=True),
     "float32 masters": Job(dtype=torch.bfloat16, optimizer="masters"),
     "autocast": Job(autocast=True),
@@ -177,7 +169,7 @@ EDP = Job(interval=2, steps=7)
 
 def pairs() -> dict[str, tuple[Job, Job]]:
     found = {name: (job, replace(job, planner=plan_shuffle)) for name, job in MOVED.items()}
-    found["by the planner"] = Job(steps=12, interval=2), Job(plan_newest, steps=12, interval=2)
+    found["by the planner"] = Job(steps=8, interval=2), Job(plan_newest, steps=8, interval=2)
     return found | {f"scaled, {name}": (job, replace(job, scaled=True)) for name, job in SCALED.items()}
 
 
@@ -202,18 +194,93 @@ def test_no_bit_changes(trained: list[dict[str, list[dict[str, Any]]]], name: st
         assert other["scale"] in ((None, 512.0) if overflows else (1024.0,))
 
 
-def train_over_edp(rank: int, *jobs: Job) -> list[dict[str, Any]]:
+def train_all(rank: int, *jobs: Job) -> list[dict[str, Any]]:
     return [train(rank, job) for job in jobs]
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_no_bit_changes_where_several_ranks_hold_an_expert(ranks: int) -> None:
-    moving = replace(EDP, planner=plan_shuffle)
-    results = run_ranks(ranks, train_over_edp, EDP, moving, replace(moving, settings=(("overlap", True),)))
-    for static, *moved in results:
-        for found, first in zip(moved, results[0][1:], strict=True):
+    """Whole, or a slice of it by `fully_shard`."""
+    moving, sliced = replace(EDP, planner=plan_shuffle), replace(EDP, sliced=True, steps=5)
+    overlapping, sliced_moving = replace(moving, settings=(("overlap", True),)), replace(sliced, planner=plan_shuffle)
+    results = run_ranks(ranks, train_all, EDP, sliced, moving, overlapping, sliced_moving)
+    for whole, slices, *moved in results:
+        for static, found, first in zip((whole, whole, slices), moved, results[0][2:], strict=True):
             assert differing(static["seen"], found["seen"]) == []
             assert found["moved"] >= 2 and found["placement"] == first["placement"]
+
+
+# -- EP groups that hold the same experts keep one placement, and whoever strays is noticed in time --------------------
+
+
+def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
+    """Both its ranks receive the first plan that moves anything with experts elsewhere."""
+    done = []
+
+    def alter(message: bytearray) -> None:
+        fields = json.loads(bytes(message))
+        if not done and fields.get("placement"):
+            done.append(True)
+            placement = eplb.Placement.from_json(fields["placement"])
+            fields["placement"] = shuffled(placement, np.ones((2, EXPERTS))).to_json()
+            message[:] = json.dumps(fields).encode()
+
+    if rank >= 2:
+        balancer.rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
+
+
+def test_a_group_with_another_plan_is_noticed_before_anything_moves() -> None:
+    job = Job(plan_newest, steps=8, interval=2, begin=another_plan_for_the_second_group)
+    for static, result in run_ranks(4, train_all, Job(steps=8), job):
+        assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
+        assert result["moved"] >= 1 and differing(static["seen"], result["seen"]) == []
+
+
+def start_or_restore_apart(rank: int) -> list[str]:
+    start = eplb.Placement.initial(2, EXPERTS, 2)
+    other = eplb.Placement(start.physical_to_logical[:, ::-1], EXPERTS, 2, start.home[:, ::-1])
+    model, mine = make_model("olmoe", experts=EXPERTS), start if rank < 2 else other
+    config = eplb.BalancerConfig(initial_placement=mine)
+    said = [said_by(lambda: eplb.attach(model, config=config, ep_group=ep_group()))]
+    balancer = eplb.attach(model, ep_group=ep_group())
+    narrow = eplb.Placement.initial(2, EXPERTS, 4 if rank == 3 else 2)
+    right = {"step": 8, "placement": other.to_json()}
+    states: list[dict[str, Any]] = [{**right, "placement": mine.to_json()}, {**right, "step": 8 + rank}]
+    states += [
+        {**right, "placement": narrow.to_json()},
+        {"placement": other.to_json()} if rank == 1 else right,
+    ]
+    said += [said_by(lambda state=state: balancer.load_state_dict(state)) for state in states]
+    assert balancer.placement.digest() == start.digest()
+
+    def fail(phase: Phase, subject: object) -> None:
+        if phase is Phase.VERIFIED and rank == 0:
+            raise OSError("the device went away")
+
+    balancer.rebalancer._engine.probe, probe = fail, balancer.rebalancer._engine.probe
+    assert "could not be restored" in said_by(lambda: balancer.load_state_dict(right))
+    balancer.rebalancer._engine.probe = probe
+    assert balancer.placement.digest() == start.digest()
+    # The same step once more: what was decided then does not count now.
+    balancer.load_state_dict(right)
+    assert balancer.placement.digest() == other.digest()
+    balancer.close()
+    return said
+
+
+def test_ranks_that_start_or_are_restored_apart_are_told_so_and_nothing_changes() -> None:
+    every = run_ranks(4, start_or_restore_apart)
+    for said in every:
+        assert not any("\n" in line for line in said)
+        assert "rank 2, 3 has another initial_placement in its config than rank 0" in said[0]
+        assert said[1].endswith("rank 2, 3 has another usable saved state than rank 0")
+        assert said[2].endswith("rank 1, 2, 3 has another usable saved state than rank 0")
+    assert "EP size" in every[3][3] or "ranks" in every[3][3]
+    assert every[0][3].endswith("no usable saved state on rank 3")
+    assert "not what state_dict() gave" in every[1][4] and every[0][4].endswith("no usable saved state on rank 1")
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
 def compiled_and_not(rank: int) -> list[dict[str, Any]]:

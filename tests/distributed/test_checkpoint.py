@@ -5,6 +5,7 @@ Rows that are written in the order of their slots are noticed: `mutants`.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,16 +20,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from moe_models import batch_of, make_model
 from ranks import run_ranks
+from safetensors.torch import load_file
 from support import training
-from support.seen import differing
+from support.seen import assert_refused, differing
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.balancer import Balancer
-from eplb_runtime.checkpoint import CheckpointError, LogicalState
+from eplb_runtime.checkpoint import LogicalState
 from eplb_runtime.events import RebalanceAborted
+from eplb_runtime.planner.shuffle import shuffled
 
 EXPERTS = 8
 PARTS = 4
@@ -49,22 +52,25 @@ class Job:
     attached: bool = True
     seed: int = 0
     ep_size: int | None = None
+    sliced: bool = False
 
 
 def scrambled(layers: int, ranks: int, job: Job) -> eplb.Placement:
     """Experts anywhere, otherwise than logical order in each layer, and for each job."""
-    initial = eplb.Placement.initial(layers, EXPERTS, ranks, job.replica_slots)
-    random = np.random.default_rng(10 * ranks + job.seed)
-    other = [random.permutation(EXPERTS) for _ in range(layers)]
-    slots = np.stack([np.append(other[layer], -1)[initial.physical_to_logical[layer]] for layer in range(layers)])
-    home = np.empty_like(initial.home)
-    for layer in range(layers):
-        home[layer, other[layer]] = initial.home[layer]
-    return eplb.Placement(slots, EXPERTS, ranks, home)
+    start = eplb.Placement.initial(layers, EXPERTS, ranks, job.replica_slots).with_epoch(2 * job.seed)
+    return shuffled(start, np.ones((layers, EXPERTS))).with_epoch(0)
 
 
 def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
     model = make_model(job.family, experts=EXPERTS, seed=job.seed).to(job.dtype)
+    settings: dict[str, Any] = {"interval": 3, "gate": "always", "replica_slots": job.replica_slots}
+    places = None
+    if job.attached:
+        ranks = job.ep_size or dist.get_world_size()
+        places, settings["initial_placement"] = (ranks, dist.get_world_size() // ranks), scrambled(2, ranks, job)
+    if job.sliced:
+        settings["dense_gradients"] = "host"
+        training.shard(model, *places, **settings)
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     others = [p for name, p in model.named_parameters() if ".experts." not in name]
     groups = [{"params": others}, {"params": experts, "lr": 2e-3}]
@@ -72,20 +78,8 @@ def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
     optimizer = getattr(torch.optim, job.optimizer)(groups, lr=3e-3, **options)
     if not job.attached:
         return model, optimizer, None
-    ranks = job.ep_size or dist.get_world_size()
-    group = None
-    if job.ep_size is not None:
-        sets = [list(range(first, first + job.ep_size)) for first in range(0, dist.get_world_size(), job.ep_size)]
-        group = [dist.new_group(ranks) for ranks in sets][dist.get_rank() // job.ep_size]
-    balancer = training.attach(
-        model,
-        optimizer,
-        ep_group=group,
-        interval=3,
-        gate="always",
-        replica_slots=job.replica_slots,
-        initial_placement=scrambled(2, ranks, job),
-    )
+    group = training.meshes(*places)[0]["ep"].get_group() if job.ep_size else None
+    balancer = training.attach(model, optimizer, ep_group=group, **settings)
     plan_by(balancer, plan_shuffle)  # every decision moves something
     return model, optimizer, balancer
 
@@ -103,35 +97,41 @@ def train(
     return losses
 
 
-def save_and_go_on(rank: int, job: Job, folder: str, how: str = "save") -> dict[str, Any]:
+def save_and_go_on(rank: int, job: Job, folder: str, how: str) -> dict[str, Any]:
     """Train, save, train on: what a run that is never interrupted does."""
     model, optimizer, balancer = build(job)
     train(model, optimizer, BEFORE, rank, dist.get_world_size())
-    if balancer is not None:
-        assert not balancer.events.of_type(RebalanceAborted)
-    if how == "plain":
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    elif how == "app":
+    assert not balancer.events.of_type(RebalanceAborted)
+    if how == "app":
         dcp.save({"app": LogicalState(model, optimizer), "other": torch.ones(3)}, checkpoint_id=folder)
     else:
         eplb.checkpoint.save(folder, model, optimizer, format=how)
     return found(rank, model, optimizer, balancer)
 
 
-def load_and_go_on(rank: int, job: Job, folder: str | State, key: str = "", **options: Any) -> dict[str, Any]:
-    """Another process that starts from the checkpoint (or a state in memory), from other weights and other options."""
+def load_and_go_on(rank: int, job: Job, folder: str, key: str = "") -> dict[str, Any]:
+    """Another process that starts from the checkpoint, from other weights and other options."""
     model, optimizer, balancer = build(replace(job, seed=job.seed + 1))
-    if isinstance(folder, dict):
-        if options["stepped"]:  # into an optimizer that has state already
-            train(model, optimizer, BEFORE, rank, dist.get_world_size())
-        eplb.load_logical_state_dict(model, optimizer, folder)
-        return found(rank, model, optimizer, balancer)
     for group in optimizer.param_groups:
         group["lr"] = 1.0
-    eplb.checkpoint.load(folder, model, optimizer, key=key, **options)
+    eplb.checkpoint.load(folder, model, optimizer, key=key)
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 2e-3]
     return found(rank, model, optimizer, balancer)
+
+
+def take_and_go_on(rank: int, job: Job, state: State) -> dict[str, Any]:
+    """One in memory, by an optimizer that has state already."""
+    model, optimizer, balancer = build(replace(job, seed=job.seed + 1))
+    train(model, optimizer, BEFORE, rank, dist.get_world_size())
+    eplb.load_logical_state_dict(model, optimizer, state)
+    return found(rank, model, optimizer, balancer)
+
+
+def loaded_alone(folder: Path) -> State:
+    """By this process, without a balancer."""
+    model, optimizer, _ = build(Job(attached=False, seed=1))
+    eplb.checkpoint.load(folder, model, optimizer)
+    return eplb.logical_state_dict(model, optimizer)
 
 
 def found(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, balancer: Balancer | None) -> dict[str, Any]:
@@ -144,30 +144,28 @@ def found(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, balance
     }
 
 
-def mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
-    return torch.tensor([result["losses"] for result in results]).mean(0)
-
-
 JOBS = {
-    "AdamW": (Job(), "safetensors"),
-    "SGD, biases, DCP": (Job("gpt_oss", "SGD"), "dcp"),
+    "AdamW": (Job("mixtral", ep_size=2), "safetensors"),
+    "SGD, biases, DCP": (Job("gpt_oss", "SGD"), "app"),
     "bfloat16, buffers": (Job("deepseek_v3", dtype=torch.bfloat16), "safetensors"),
     "Adagrad, replicas": (Job("olmoe", "Adagrad", replica_slots=1), "safetensors"),
-    "DCP, under a key": (Job(), "app"),
+    "slices": (Job("gpt_oss", ep_size=2, sliced=True), "safetensors"),
 }
-PLACES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "4 to 4": (4, 4, {}),
-    "4 to 2": (4, 2, {"replica_slots": 0}),
-    "4 to no balancer": (4, 1, {"attached": False}),
-    "2 to 4 with replicas": (2, 4, {"replica_slots": 1}),
+PLACES: dict[str, tuple[int, int, list[str], dict[str, Any]]] = {
+    "4 to 4": (4, 4, list(JOBS), {}),
+    "4 to slices": (4, 4, ["SGD, biases, DCP"], {"ep_size": 2, "sliced": True}),
+    "4 to 2": (4, 2, list(JOBS), {"replica_slots": 0, "sliced": False}),
+    "4 to no balancer": (4, 1, list(JOBS), {"attached": False, "sliced": False}),
+    "2 to 4 with replicas": (2, 4, ["AdamW", "Adagrad, replicas"], {"replica_slots": 1}),
 }
-"""Ranks that save and that load, and what of the job is otherwise then."""
-OF_RANKS = {4: list(JOBS), 2: ["AdamW", "Adagrad, replicas"]}
+"""Ranks that save and that load, which jobs, and what of the job is otherwise then."""
+IN_MEMORY = "AdamW"
+"""What is saved so is taken once more, as `logical_state_dict` gives it."""
 
 
 def save_all(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
-    jobs = {name: JOBS[name] for name in OF_RANKS[dist.get_world_size()]}
-    return {name: save_and_go_on(rank, job, str(folder / name), how) for name, (job, how) in jobs.items()}
+    jobs = {name for before, _, names, _ in PLACES.values() for name in names if before == dist.get_world_size()}
+    return {name: save_and_go_on(rank, JOBS[name][0], str(folder / name), JOBS[name][1]) for name in sorted(jobs)}
 
 
 def load_all(rank: int, folder: Path, names: list[str], otherwise: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -176,6 +174,8 @@ def load_all(rank: int, folder: Path, names: list[str], otherwise: Mapping[str, 
         job, how = JOBS[name]
         key = "app" if how == "app" else ""
         found[name] = load_and_go_on(rank, replace(job, **otherwise), str(folder / name), key)
+        if name == IN_MEMORY:
+            found["in memory"] = take_and_go_on(rank, replace(job, **otherwise), found[name]["state"])
     return found
 
 
@@ -194,18 +194,21 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def same_training(saved: list[dict[str, Any]], loaded: list[dict[str, Any]], tolerance: float = 1e-4) -> None:
     for result in loaded:
         assert differing(saved[0]["state"], result["state"]) == []
-    torch.testing.assert_close(mean_losses(loaded), mean_losses(saved), rtol=tolerance, atol=tolerance)
+    mine, theirs = (torch.tensor([one["losses"] for one in results]).mean(0) for results in (loaded, saved))
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
-    before, ranks, otherwise = PLACES[place]
+    before, ranks, names, otherwise = PLACES[place]
     folder, saved_all = saved_by(before)
-    loaded_all = run_ranks(ranks, load_all, folder, OF_RANKS[before], otherwise)
-    for name in OF_RANKS[before]:
+    loaded_all = run_ranks(ranks, load_all, folder, names, otherwise)
+    for name in names:
         job = JOBS[name][0]
         saved, loaded = ([of_rank[name] for of_rank in of_all] for of_all in (saved_all, loaded_all))
         same_training(saved, loaded, 2e-2 if job.dtype == torch.bfloat16 else 1e-4)
+        if name == IN_MEMORY:
+            same_training(saved, [of_rank["in memory"] for of_rank in loaded_all])
         if place == "4 to 4":
             # The warm start: the same placement, hence the very same bits ever after.
             assert [r["placement"].digest() for r in loaded] == [r["placement"].digest() for r in saved]
@@ -214,7 +217,29 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
 
-def plain_load(rank: int, folder: str) -> State:
+@pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("Adagrad, replicas", "sum")])
+def test_the_library_reads_what_each_rank_has_written_a_share_of(name: str, key: str, saved_by: Saved) -> None:
+    folders, results = saved_by(4)
+    folder, state, tensors = folders / name, results[0][name]["state"], {}
+    for part in ("model", "optimizer"):
+        weight_map = json.loads((folder / f"{part}.safetensors.index.json").read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        assert [file.split("-")[:2] for file in files] == [[part, f"{rank:05d}"] for rank in range(4)]
+        loaded = {file: load_file(folder / file) for file in files}
+        assert {name: file for file in files for name in loaded[file]} == weight_map, "each tensor is there once"
+        tensors |= {f"{part}.{name}": loaded[file][name] for name, file in weight_map.items()}
+        nbytes = [sum(tensor.nbytes for tensor in loaded[file].values()) for file in files]
+        assert max(nbytes) < 1.5 * min(nbytes)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == sum(tensor.nbytes for tensor in state.values())
+    for expert in range(EXPERTS):
+        one = tensors[f"optimizer.model.layers.0.mlp.experts.{expert}.down_proj.{key}"]
+        assert torch.equal(one, state[f"optimizer.model.layers.0.mlp.experts.down_proj.{key}"][expert])
+    model = make_model(JOBS[name][0].family, seed=1).from_pretrained(folder)
+    expected = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    assert differing(dict(model.state_dict()), expected) == []
+
+
+def plain_load(folder: str) -> State:
     """DCP's own calls, no balancer and none of our code."""
     model, optimizer, _ = build(Job(attached=False, seed=1))
     train(model, optimizer, range(1))
@@ -227,8 +252,7 @@ def plain_load(rank: int, folder: str) -> State:
 def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_experts(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
-    (loaded,) = run_ranks(1, plain_load, folder)
-    assert differing(saved[0]["state"], loaded) == []
+    assert differing(saved[0]["state"], plain_load(folder)) == []
     placement = saved[0]["placement"]
     storage = dcp.FileSystemReader(folder).read_metadata().storage_data
     seen = set()
@@ -239,20 +263,6 @@ def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_ex
             assert placement.home[0, first] // placement.slots_per_rank == writer
             seen.add(writer)
     assert seen == {0, 1, 2, 3}
-
-
-# -- in memory -------------------------------------------------------------------------------------------------------
-
-
-def in_memory(rank: int, job: Job, state: State) -> list[dict[str, Any]]:
-    return [load_and_go_on(rank, job, state, stepped=stepped) for stepped in (False, True)]
-
-
-def test_what_logical_state_dict_gives_can_be_taken_anywhere(saved_by: Saved) -> None:
-    saved = [of_rank["AdamW"] for of_rank in saved_by(2)[1]]
-    for world_size, job in [(4, Job()), (1, Job(attached=False))]:
-        for loaded in zip(*run_ranks(world_size, in_memory, job, saved[0]["state"]), strict=True):
-            same_training(saved, list(loaded))
 
 
 def wrapped(rank: int) -> None:
@@ -310,54 +320,35 @@ def write_slowly() -> threading.Event:
     return go
 
 
-def save_asynchronously(rank: int, folder: Path) -> list[State]:
-    """By DCP's own call, whose copy a commit that is due waits for; and by ours, with a commit until it is written."""
+def save_asynchronously(rank: int, folder: Path) -> State:
+    """With a commit until it is written."""
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
-    assert balancer.rebalancer._pending is not None, "a decision is on its way"
-    states = [eplb.logical_state_dict(model, optimizer)]
-    go = write_slowly()
-    group = dist.new_group(backend="gloo")
-    with balancer.quiesce():
-        state = LogicalState(model, optimizer).state_dict()
-        future = dcp.async_save(state, checkpoint_id=folder / "0", process_group=group)
-        epoch = balancer.placement.epoch
-        for _ in range(2):  # due now; as steps of a run whose weights do not change
-            balancer.step()
-        assert balancer.placement.epoch == epoch and balancer.rebalancer._pending is not None
-    balancer.step()
-    assert balancer.placement.epoch > epoch, "the commit comes with the first step after"
-    go.set()
-    future.result()
-    go.clear()
-    states.append(eplb.logical_state_dict(model, optimizer))
-    epoch = balancer.placement.epoch
-    future = eplb.checkpoint.async_save(folder / "1", model, optimizer, format="dcp")
+    go, state, epoch = write_slowly(), eplb.logical_state_dict(model, optimizer), balancer.placement.epoch
+    future = eplb.checkpoint.async_save(folder, model, optimizer, format="dcp")
     train(model, optimizer, range(3, 9), rank, 2)
     assert balancer.placement.epoch > epoch, "no commit while the save was under way"
     go.set()
     future.result()
-    return states
+    return state
 
 
 def test_a_commit_during_an_asynchronous_save_by_dcp_does_not_tear_it(tmp_path: Path) -> None:
-    states = run_ranks(2, save_asynchronously, tmp_path)[0]
-    for number, state in enumerate(states):
-        (loaded,) = run_ranks(1, load_and_go_on, Job(attached=False), str(tmp_path / str(number)))
-        assert differing(state, loaded["state"]) == []
+    state, _ = run_ranks(2, save_asynchronously, tmp_path)
+    assert differing(state, loaded_alone(tmp_path)) == []
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
-def refused(rank: int, folder: str) -> dict[str, str]:
+def refused(rank: int, folder: str) -> None:
     model, optimizer, _ = build(Job())
     before = eplb.logical_state_dict(model, optimizer)
     fresh = LogicalState(*build(Job())[:2])
     larger, smaller = (make_model("olmoe", experts=EXPERTS, layers=layers) for layers in (3, 1))
     wider = make_model("olmoe", experts=EXPERTS * 2)
     sgd, one_group = torch.optim.SGD(wider.parameters(), lr=1), torch.optim.AdamW(model.parameters())
-    load = eplb.checkpoint.load
+    load, take = eplb.checkpoint.load, eplb.load_logical_state_dict
     cases: dict[str, Callable[[], object]] = {
         "cannot be read as a checkpoint": lambda: load(folder + "-none", model, optimizer),
         "has no keys, as DCP's checkpoints may have": lambda: load(folder, model, optimizer, key="app"),
@@ -367,20 +358,11 @@ def refused(rank: int, folder: str) -> dict[str, str]:
         "has no place in the model": lambda: load(folder, smaller),
         "has shape (8, 32) in": lambda: load(folder, wider),
         "holds a tensor that is no parameter of this model": lambda: load(folder, model, sgd),
-        "has shape (8, 32) in the state, (16, 32) in the model": lambda: eplb.load_logical_state_dict(
-            wider, None, before
-        ),
+        "has shape (8, 32) in the state, (16, 32) in the model": lambda: take(wider, None, before),
         "several with different options when saved": lambda: load(folder, model, one_group),
     }
-    said = {}
-    for words, action in cases.items():
-        try:
-            action()
-            said[words] = "nothing was refused"
-        except CheckpointError as error:
-            said[words] = str(error)
+    assert_refused(cases)
     assert differing(before, eplb.logical_state_dict(model, optimizer)) == []
-    return said
 
 
 def save_twice(rank: int, folder: str) -> None:
@@ -393,6 +375,4 @@ def save_twice(rank: int, folder: str) -> None:
 def test_what_does_not_fit_is_refused_with_one_line_and_nothing_is_changed(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     run_ranks(2, save_twice, folder)
-    for said in run_ranks(2, refused, folder):
-        for words, text in said.items():
-            assert words in text and "\n" not in text
+    run_ranks(2, refused, folder)

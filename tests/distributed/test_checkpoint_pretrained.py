@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
+import numpy as np
 import torch
 import torch.distributed as dist
 from moe_models import FAMILIES, batch_of, make_model
@@ -15,25 +15,20 @@ from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import training
+from support.seen import assert_refused, same
 from test_export import EXPERTS, scrambled
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 
 import eplb_runtime as eplb
-from eplb_runtime.checkpoint import CheckpointError
-from eplb_runtime.checkpoint.state import LogicalView
-from eplb_runtime.hosts import AttachError
 
 
-def config(ranks: int, replica_slots: int = 0) -> eplb.BalancerConfig:
-    return eplb.BalancerConfig(
-        initial_placement=scrambled(ranks, replica_slots),
-        dense_gradients="allreduce",
-        replica_slots=replica_slots,
-        dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64),
-    )
+def attach(model: nn.Module, optimizer: Any = None, replica_slots: int = 0, device: str | None = None) -> eplb.Balancer:
+    start = scrambled(dist.get_world_size(), replica_slots)
+    config = training.config_of(initial_placement=start, replica_slots=replica_slots)
+    return eplb.attach(model, optimizer, config=config, device=device)
 
 
 def on_meta(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -76,96 +71,56 @@ def count_reads() -> list[int]:
     return reads
 
 
-CASES = [*((family, 0) for family in FAMILIES), ("olmoe", 1), ("gpt_oss", 1)]
-
-
-def all_from_meta(rank: int, folder: str) -> dict:
-    return {case: from_meta(rank, case[0], f"{folder}/{case[0]}", case[1]) for case in CASES}
-
-
-def all_from_whole(rank: int) -> dict:
-    return {case: from_whole(rank, *case) for case in CASES}
-
-
-def from_meta(rank: int, family: str, folder: str, replica_slots: int) -> dict:
-    reads = count_reads()
-    model = on_meta(family)
+def from_meta(rank: int, family: str, folder: Path, replica_slots: int) -> None:
+    whole, model, reads = make_model(family, experts=EXPERTS), on_meta(family), count_reads()
+    expected, buffers = eplb.logical_state_dict(whole), {name: one.clone() for name, one in whole.named_buffers()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    balancer = eplb.attach(model, optimizer, config=config(dist.get_world_size(), replica_slots), device="cpu")
+    balancer = attach(model, optimizer, replica_slots, device="cpu")
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
-    unloaded = model(input_ids=batch_of(rank, 0)).logits
-    assert unloaded.isnan().all(), "a load that was forgotten must show"
+    assert model(input_ids=batch_of(rank, 0)).logits.isnan().all(), "a load that was forgotten must show"
     eplb.checkpoint.load_pretrained(model, folder)
-    state = eplb.logical_state_dict(model)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert same(eplb.logical_state_dict(model), expected) and same(dict(model.named_buffers()), buffers)
     own = sum(p.nbytes for name, p in model.named_parameters() if name in balancer.layer_of_parameter)
     own += sum(t.nbytes for name, t in model.state_dict().items() if name not in balancer.layer_of_parameter)
-    losses = trained_on(rank, model, optimizer)
-    return {"state": state, "buffers": buffers, "losses": losses, "read": sum(reads), "own": own}
+    assert sum(reads) <= own, "a rank reads its own experts and the rest, once"
+    of_whole = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    attach(whole, of_whole, replica_slots)
+    for step in range(2):
+        losses = [training.step(*one, batch_of(rank, step)) for one in ((model, optimizer), (whole, of_whole))]
+        assert losses[0] == losses[1]
 
 
-def from_whole(rank: int, family: str, replica_slots: int) -> list[float]:
-    model = make_model(family, experts=EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    eplb.attach(model, optimizer, config=config(dist.get_world_size(), replica_slots))
-    return trained_on(rank, model, optimizer)
+def all_from_meta(rank: int, folder: Path) -> None:
+    for family, replica_slots in [*((family, 0) for family in FAMILIES), ("olmoe", 1), ("gpt_oss", 1)]:
+        from_meta(rank, family, folder / family, replica_slots)
 
 
-def trained_on(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    return [training.step(model, optimizer, batch_of(rank, step)) for step in range(2)]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[dict]]:
-    """Of each rank and case: a model that begins on the meta device, and losses of one that does not."""
-    folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        make_model(family, experts=EXPERTS).save_pretrained(folder / family, max_shard_size="40KB")
-        assert len(list((folder / family).glob("*.safetensors"))) > 1
-    return run_ranks(2, all_from_meta, str(folder)), run_ranks(2, all_from_whole)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(
-    case: tuple[str, int], trained: tuple[list[dict], list[dict]]
-) -> None:
+def test_a_meta_model_is_attached_then_loaded_by_each_rank_for_itself(tmp_path: Path) -> None:
     """Per-expert names (OLMoE, Qwen3-MoE, Mixtral, DeepSeek-V3) and whole tensors (gpt-oss)."""
-    whole = make_model(case[0], experts=EXPERTS)
-    loaded, losses = ([of_rank[case] for of_rank in of_ranks] for of_ranks in trained)
-    for result in loaded:
-        expected = eplb.logical_state_dict(whole)
-        assert result["state"].keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(tensor, result["state"][name]), name
-        for name, buffer in whole.named_buffers():
-            assert torch.equal(buffer, result["buffers"][name]), name
-        assert result["read"] <= result["own"], "a rank reads its own experts and the rest, once"
-    assert [result["losses"] for result in loaded] == losses
+    for family in FAMILIES:
+        make_model(family, experts=EXPERTS).save_pretrained(tmp_path / family, max_shard_size="40KB")
+        assert len(list((tmp_path / family).glob("*.safetensors"))) > 1
+    run_ranks(2, all_from_meta, tmp_path)
 
 
-def fused_names(rank: int, folder: str, by_slot: bool) -> dict[str, torch.Tensor]:
-    if by_slot:
-        LogicalView.experts_here = lambda self, _: [4 * self.balancer.runtime.job.ep_rank + row for row in range(4)]
+def fused_names(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     model = on_meta("olmoe", torch.bfloat16)
-    eplb.attach(model, config=config(2), device="cpu")
+    attach(model, device="cpu")
     eplb.checkpoint.load_pretrained(model, folder)
     return eplb.logical_state_dict(model)
 
 
-@pytest.mark.parametrize("by_slot", [False, True], ids=["by expert", "control: by slot"])
-def test_the_models_own_fused_names_are_read_too_and_cast_to_its_dtype(by_slot: bool, tmp_path: Path) -> None:
+def test_the_models_own_fused_names_are_read_too_and_cast_to_its_dtype(tmp_path: Path) -> None:
     whole = make_model("olmoe", experts=EXPERTS)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}, tmp_path / "model.safetensors"
-    )
-    for state in run_ranks(2, fused_names, str(tmp_path), by_slot):
-        tensors = whole.to(torch.bfloat16).state_dict().items()
-        other = {name for name, tensor in tensors if not torch.equal(tensor, state[f"model.{name}"])}
-        assert bool(other) == by_slot and all(".experts." in name for name in other)
+    tensors = {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = {f"model.{name}": tensor for name, tensor in whole.to(torch.bfloat16).state_dict().items()}
+    for state in run_ranks(2, fused_names, tmp_path):
+        assert same(state, expected)
 
 
-def refusals(rank: int, folder: str) -> dict[str, str]:
+def refusals(rank: int, folder: Path) -> None:
     def with_an_odd_buffer() -> None:
         model = on_meta("olmoe")
         model.model.register_buffer("odd", torch.ones(3, device="meta"), persistent=False)
@@ -177,15 +132,10 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         "attach(..., device='cuda')": lambda: eplb.attach(on_meta("olmoe")),
         "buffer odd of OlmoeModel is in no checkpoint": with_an_odd_buffer,
         "has no model.safetensors and no model.safetensors.index.json": lambda: load(model, folder),
-        "lacks model.norm.weight (1 such weights)": lambda: load(model, folder + "/missing"),
-        "neither one tensor for each of the 8": lambda: load(model, folder + "/more"),
+        "lacks model.norm.weight (1 such weights)": lambda: load(model, folder / "missing"),
+        "neither one tensor for each of the 8": lambda: load(model, folder / "more"),
     }
-    said = {}
-    for words, action in cases.items():
-        with pytest.raises((AttachError, CheckpointError)) as raised:
-            action()
-        said[words] = str(raised.value)
-    return said
+    assert_refused(cases)
 
 
 def test_what_cannot_be_made_or_read_gets_one_line(tmp_path: Path) -> None:
@@ -195,12 +145,10 @@ def test_what_cannot_be_made_or_read_gets_one_line(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "missing" / "model.safetensors")
     make_model("olmoe", experts=EXPERTS * 2).save_pretrained(tmp_path / "more")
-    for said in run_ranks(2, refusals, str(tmp_path)):
-        for words, text in said.items():
-            assert words in text and "\n" not in text
+    run_ranks(2, refusals, tmp_path)
 
 
-# -- Plain state dicts, and copies of them that have lost what torch keeps beside: taken where they fit, refused by al
+# -- Plain state dicts, and copies of them that have lost what torch keeps beside --------------------------------------
 
 
 PLAIN_EXPERTS, RANKS = 6, 3
@@ -213,24 +161,11 @@ def attached(**options: object) -> tuple[nn.Module, torch.optim.Optimizer, eplb.
     return model, optimizer, training.attach(model, optimizer, policy="static", **options)
 
 
-def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    training.step(model, optimizer, batch_of(rank, 0))
-
-
 def swapped(current: eplb.Placement) -> eplb.Placement:
     """The first homes of ranks 0 and 1 change places; rank 2 keeps its own."""
-    home, map_ = current.home.copy(), current.physical_to_logical.copy()
-    for layer in range(current.num_layers):
-        first, second = map_[layer, 0], map_[layer, PLAIN_EXPERTS // RANKS]
-        home[layer, [first, second]] = home[layer, [second, first]]
-        map_[layer, [0, PLAIN_EXPERTS // RANKS]] = second, first
-    return eplb.Placement(map_, PLAIN_EXPERTS, RANKS, home, current.epoch + 1)
-
-
-def move(balancer: eplb.Balancer) -> None:
-    before = balancer.placement
-    balancer.rebalancer._migrate(swapped(before))
-    assert balancer.placement is not before
+    order = np.array(current.physical_to_logical)
+    order[:, [0, PLAIN_EXPERTS // RANKS]] = order[:, [PLAIN_EXPERTS // RANKS, 0]]
+    return eplb.Placement(order, PLAIN_EXPERTS, RANKS, order.argsort(axis=1), current.epoch + 1)
 
 
 def saved(state: State) -> State:
@@ -259,7 +194,7 @@ def loaded(work: Callable[[], object]) -> str:
 def rollback(rank: int) -> dict[str, list[str]]:
     """A loop that goes back to what it put aside."""
     model, optimizer, balancer = attached()
-    train(rank, model, optimizer)
+    training.step(model, optimizer, batch_of(rank, 0))
     said: dict[str, list[str]] = {}
     kept = {way: saved(copy(model)) for way, copy in COPIES.items()}
     of_optimizer = saved(optimizer.state_dict())
@@ -272,9 +207,8 @@ def rollback(rank: int) -> dict[str, list[str]]:
 
     before = eplb.logical_state_dict(model, optimizer)
     try_all("where it was taken")
-    after = eplb.logical_state_dict(model, optimizer)
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    move(balancer)
+    assert same(before, eplb.logical_state_dict(model, optimizer))
+    balancer.place(swapped(balancer.placement))
     moved = {key: value.clone() for key, value in model.state_dict().items()}
     try_all("after a move")
     mixed = {key: 0.5 * (value + moved[key]) for key, value in kept["state_dict"].items()}
@@ -284,7 +218,7 @@ def rollback(rank: int) -> dict[str, list[str]]:
         for _ in range(300):
             mixed[key].mul_(0.9).add_(moved[key], alpha=0.1)
     said["an average"] = [loaded(lambda: model.load_state_dict(mixed))]
-    move(balancer)
+    balancer.place(swapped(balancer.placement))
     try_all("after a move back")
     registered = {key: value.clone() for key, value in model.state_dict().items()}
     balancer.register_all("kept", registered)
@@ -314,12 +248,14 @@ def test_a_rollback_with_a_plain_dict_is_taken_by_all_ranks_or_by_none() -> None
     assert "on rank 0 of the EP group" in results[2]["after a move"][0]
 
 
-def of_another_rank(rank: int, states: list[State]) -> list[str]:
+def of_another_rank(rank: int) -> list[str]:
     model, optimizer, balancer = attached()
+    states: list[Any] = [None] * RANKS
+    dist.all_gather_object(states, {key: value.clone() for key, value in model.state_dict().items()})
     said = [
         loaded(lambda state=state: model.load_state_dict(state)) for state in (states[(rank + 1) % RANKS], states[0])
     ]
-    train(rank, model, optimizer)
+    training.step(model, optimizer, batch_of(rank, 0))
     shared = [optimizer.state_dict()]
     dist.broadcast_object_list(shared)
     said += [loaded(lambda: optimizer.load_state_dict(shared[0]))]
@@ -327,16 +263,8 @@ def of_another_rank(rank: int, states: list[State]) -> list[str]:
     return said
 
 
-def only_state(rank: int) -> State:
-    model, _, balancer = attached()
-    state: dict[str, Tensor] = {key: value.clone() for key, value in model.state_dict().items()}
-    balancer.close()
-    return state
-
-
 def test_a_plain_dict_that_one_rank_alone_could_take_is_refused_by_all() -> None:
-    states = run_ranks(RANKS, only_state)
-    for rank, said in enumerate(run_ranks(RANKS, of_another_rank, states)):
+    for rank, said in enumerate(run_ranks(RANKS, of_another_rank)):
         assert all("holds experts [" in line and "here stand" in line for line in said)
         assert all(line.startswith("rank ") == (rank == 0) for line in said[1:])
 
@@ -344,7 +272,7 @@ def test_a_plain_dict_that_one_rank_alone_could_take_is_refused_by_all() -> None
 def by_dcp(rank: int, folder: str) -> list[str]:
     """What torch.distributed.checkpoint says of plain states, saved, and read back in place from a whole model's."""
     model, optimizer, balancer = attached()
-    train(rank, model, optimizer)
+    training.step(model, optimizer, batch_of(rank, 0))
     by_torch = get_state_dict(model, optimizer)
     states = [{"model": model.state_dict()}, {"optim": optimizer.state_dict()}, by_torch[0], {"optim": by_torch[1]}]
     states += [dict(model.named_parameters())]

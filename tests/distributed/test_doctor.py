@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from ranks import PRELOAD, run_ranks
@@ -21,8 +19,8 @@ from eplb_runtime.cli import main
 from eplb_runtime.distributed import bandwidth
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
-from eplb_runtime.tools.doctor import links as doctor_links
-from eplb_runtime.tools.doctor.links import try_transports
+from eplb_runtime.tools import doctor
+from eplb_runtime.tools.doctor import try_transports
 from eplb_runtime.topology import Topology
 
 
@@ -42,10 +40,8 @@ def links(rank: int) -> list[Any]:
             raise ImportError("pip install wire")
         return TRANSPORTS["torch"](*arguments)
 
-    names = {"torch": TRANSPORTS["torch"], "half": one_rank_cannot}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_links, "TRANSPORTS", names)
-        return [*try_transports(torch.device("cpu"))]
+    doctor.TRANSPORTS = {"torch": TRANSPORTS["torch"], "half": one_rank_cannot}
+    return [*try_transports(torch.device("cpu"))]
 
 
 def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_none() -> None:
@@ -56,7 +52,7 @@ def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_non
     assert (half.usable, half.why) == (False, "rank 1: pip install wire")
 
 
-# -- What the other tests' ranks are forked from, and that ranks which hang do not keep what others saw
+# -- What the other tests' ranks are forked from -----------------------------------------------------------------------
 
 
 def missing(rank: int) -> list[str]:
@@ -68,23 +64,7 @@ def test_ranks_are_forked_from_a_process_that_has_loaded_everything() -> None:
     assert run_ranks(1, missing) == [[]]
 
 
-def fail_or_wait_for_ever(rank: int, failing: int) -> None:
-    if rank == failing:
-        raise ValueError("the reason")
-    threading.Event().wait()
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_is_not_waited_for_by_the_others_without_end(
-    failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "FINISH_AFTER_FAILURE_SECONDS", 0.5)
-    with pytest.raises(AssertionError, match="the reason") as error:
-        run_ranks(2, fail_or_wait_for_ever, failing)
-    assert f"rank {1 - failing}:\ndid not finish" in str(error.value)
-
-
-# -- Links are measured by messages large enough for them, in a bounded time, the same on every rank
+# -- Links are measured by messages large enough for them, in a bounded time, the same on every rank -------------------
 
 
 START_SECONDS = 50e-6
@@ -133,20 +113,18 @@ def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int,
     return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
 
 
-@pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)])
-def test_a_fast_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
+@pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)], ids=["fast", "slow"])
+def test_a_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
     results = run_ranks(4, measure_modelled, inside, between, SIZES)
-    assert all(topology == results[0][0] for topology, _ in results)
     topology, sizes = results[0]
-    first, _ = SIZES
+    assert all(other == topology for other, _ in results)
     for measured, real in ((topology.intra_node_bandwidth, inside), (topology.inter_node_bandwidth, between)):
         assert 0.75 * real < measured < real
     assert max(sizes) <= bandwidth.MOST_BYTES["cpu"]
     if inside > 1e11:
-        assert first / (START_SECONDS + first / inside) < 0.35 * inside, "the control: the first message is too small"
-        assert max(sizes) > first
+        assert max(sizes) > SIZES[0], "the first message is too small"
     else:
-        assert set(sizes) == {first}, "a slow link is not given more than it needs"
+        assert set(sizes) == {SIZES[0]}, "a slow link is not given more than it needs"
 
 
 def fail_on_one_rank(rank: int) -> str:

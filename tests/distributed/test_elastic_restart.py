@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.seen import same
+from support.seen import said_by, same
 from support.shuffle import plan_by
 
 import eplb_runtime as eplb
 from eplb_runtime.load.counter import saved_windows
-from eplb_runtime.placement import Placement, PlacementError
+from eplb_runtime.placement import Placement
 from eplb_runtime.planner.evaluate import predicted_imbalance
 
 EXPERTS, LAYERS, SHARES = 16, 2, 4
@@ -26,15 +25,12 @@ SAVED_AT, STEPS = 6, 9
 State = dict[str, torch.Tensor]
 
 
-def job(
-    replica_slots: int = 0, policy: str = "incremental"
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS).double()
+def job(replica_slots: int = 0, **settings: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
+    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS).double().train()
     model.set_experts_implementation("eager")  # the only one for float64
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    balancer = training.attach(model, optimizer, interval=4, gate="always", replica_slots=replica_slots, policy=policy)
-    model.train()
-    return model, optimizer, balancer
+    settings = {"interval": 4, "gate": "always", "replica_slots": replica_slots, **settings}
+    return model, optimizer, training.attach(model, optimizer, **settings)
 
 
 def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> State:
@@ -45,35 +41,54 @@ def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, f
     return eplb.logical_state_dict(model, optimizer)
 
 
-def begin(rank: int, folder: str) -> tuple[State, State]:
+def begin(rank: int, folder: Path) -> tuple[State, State, dict[str, Any]]:
+    """What is saved, how that run goes on, and the balancer's part of it."""
     model, optimizer, balancer = job()
     at_save = train(rank, model, optimizer, 1, SAVED_AT)
     eplb.checkpoint.save(folder, model, optimizer)
+    state = balancer.state_dict()
     at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
     balancer.close()
-    return at_save, at_end
+    return at_save, at_end, state
 
 
-def go_on(rank: int, folder: str, replica_slots: int, moved: bool) -> dict[str, Any]:
-    # Nothing moves later, so that what the restart has placed stays.
+def go_on(rank: int, folder: Path, replica_slots: int, moved: bool) -> dict[str, Any]:
+    """Nothing moves later, so that what the restart has placed stays."""
     model, optimizer, balancer = job(replica_slots)
     start = balancer.placement
     eplb.checkpoint.load(folder, model, optimizer, warm_start=moved)
-    placed = balancer.placement
-    at_load = eplb.logical_state_dict(model, optimizer)
+    placed, at_load = balancer.placement, eplb.logical_state_dict(model, optimizer)
     with balancer.quiesce():
         at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
     assert balancer.placement is placed
     history = [load.tolist() for load in balancer.rebalancer.decisions.history]
-    again = balancer.state_dict()
-    balancer.load_state_dict(again)
+    balancer.load_state_dict(balancer.state_dict())
     assert balancer.placement.digest() == placed.digest(), "one of the same sizes is taken over as it is"
     balancer.close()
     return {"start": start.to_json(), "placed": placed.to_json(), "load": at_load, "end": at_end, "history": history}
 
 
-def resume(rank: int, folder: str) -> list[dict[str, Any]]:
-    return [go_on(rank, folder, slots, moved) for slots, moved in ((0, True), (0, False), (1, True))]
+def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
+    """What is said, after how many windows of the load were taken all the same."""
+    said, without = [], {key: saved[key] for key in ("step", "placement")}
+    _, _, static = job(policy="static")
+    _, _, balancer = job()
+    stands = balancer.placement
+    logging.disable(logging.WARNING)
+    for one, state in ((static, saved), (balancer, without), (balancer, saved), (balancer, {**saved, "step": rank})):
+        if one is balancer and state is saved:
+            plan_by(balancer, lambda *_, **__: 1 / 0)
+        line = said_by(lambda one=one, state=state: one.load_state_dict(state))
+        said.append(f"{len(one.rebalancer.decisions.history)} {line}")
+    assert balancer.placement is stands
+    static.close()
+    balancer.close()
+    return said
+
+
+def resume(rank: int, folder: Path, saved: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    found = [go_on(rank, folder, slots, moved) for slots, moved in ((0, True), (0, False), (1, True))]
+    return found, refuse(rank, saved)
 
 
 def furthest(one: State, other: State) -> float:
@@ -81,8 +96,11 @@ def furthest(one: State, other: State) -> float:
 
 
 def test_a_restart_on_fewer_ranks_places_experts_for_the_load_they_had(tmp_path: Path) -> None:
-    (at_save, at_end), *_ = run_ranks(SHARES, begin, str(tmp_path))
-    results = run_ranks(2, resume, str(tmp_path))
+    """Without that load or a plan they stay where they are."""
+    (at_save, at_end, saved), *_ = run_ranks(SHARES, begin, tmp_path)
+    windows = saved_windows(saved["load"], LAYERS, EXPERTS)
+    assert windows is not None and len(windows) == SAVED_AT, "what was counted since the last decision is a part of it"
+    results, refusals = zip(*run_ranks(2, resume, tmp_path, saved), strict=True)
     for anew, standing, with_copies in results:
         assert anew["placed"] == results[0][0]["placed"], "every rank has the same placement"
         history = np.array(anew["history"][:SAVED_AT], dtype=float)
@@ -96,44 +114,8 @@ def test_a_restart_on_fewer_ranks_places_experts_for_the_load_they_had(tmp_path:
         assert not same(anew["end"], anew["load"]), "control: the steps do something"
         for result in (anew, with_copies):
             assert furthest(result["end"], at_end) < 1e-10 < furthest(result["load"], at_end)
-
-
-def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
-    """What is said, and whether the load was taken all the same."""
-    said = []
-    _, _, balancer = job(policy="static")
-    with pytest.raises(PlacementError) as refused:
-        balancer.load_state_dict(saved)
-    said.append(f"{len(balancer.rebalancer.decisions.history)} {refused.value}")
-    balancer.close()
-    _, _, balancer = job()
-    stands = balancer.placement
-    for state in ({key: saved[key] for key in ("step", "placement")}, saved, {**saved, "step": rank}):
-        if state is saved:
-            plan_by(balancer, lambda *_, **__: 1 / 0)
-            logging.disable(logging.WARNING)
-        with pytest.raises((PlacementError, RuntimeError)) as refused:
-            balancer.load_state_dict(state)
-        said.append(f"{len(balancer.rebalancer.decisions.history)} {refused.value}")
-        assert balancer.placement is stands
-    balancer.close()
-    return said
-
-
-def states(rank: int) -> dict[str, Any]:
-    model, optimizer, balancer = job()
-    train(rank, model, optimizer, 1, SAVED_AT)
-    state = balancer.state_dict()
-    balancer.close()
-    return state
-
-
-def test_without_a_load_or_a_plan_experts_stay_where_they_are() -> None:
-    (saved,) = run_ranks(1, states)
-    windows = saved_windows(saved["load"], LAYERS, EXPERTS)
-    assert windows is not None and len(windows) == SAVED_AT, "what was counted since the last decision is a part of it"
-    for static, without, failed, different in run_ranks(2, refuse, saved):
-        assert static.startswith("4 ") and "on 1 ranks" in static
-        assert without.startswith("0 ") and "on 1 ranks" in without
+    for static, without, failed, different in refusals:
+        assert static.startswith("4 ") and f"on {SHARES} ranks" in static
+        assert without.startswith("0 ") and f"on {SHARES} ranks" in without
         assert failed.startswith("4 ") and "ZeroDivisionError" in failed
         assert "another usable saved state" in different or "has another" in different

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eplb_runtime.distributed.ballot import Ballot
-from eplb_runtime.distributed.consensus import Agreement
+from eplb_runtime.distributed.consensus import Agreement, Ballot
 from eplb_runtime.distributed.store import JobStore
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.between_steps import migrate_between_steps

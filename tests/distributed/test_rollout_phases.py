@@ -236,7 +236,7 @@ def late(rank: int) -> None:
     phases.load()
     state = {parameter: optimizer.state.pop(parameter) for parameter in list(optimizer.state)}
     said = said_by(balancer.resume)
-    assert "is not in the optimizer's state any more: load it before resume()" in said and "\n" not in said
+    assert "is not in the optimizer's state any more: load it first" in said and "\n" not in said
     optimizer.state.update(state)
     balancer.resume()
     assert torch.equal(before, logits(model))

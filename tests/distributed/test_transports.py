@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from nvshmem_double import Double
 from ranks import run_ranks
-from support.seen import said_by
+from support.seen import heard, said_by
 from transport_contract import (
     CASES,
     RANKS,
@@ -36,9 +36,8 @@ from transport_contract import (
 
 from eplb_runtime.config import TRANSPORTS as NAMES
 from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node import node_of_this_rank
-from eplb_runtime.distributed.transports import TRANSPORTS, nixl, nvshmem, windows
-from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, why_rather_not
+from eplb_runtime.distributed.node_memory import node_of_this_rank
+from eplb_runtime.distributed.transports import TRANSPORTS, automatic, choose, nixl, nvshmem, why_rather_not, windows
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 from eplb_runtime.distributed.transports.deepep import DeepEP
@@ -227,7 +226,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pyte
 )
 def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], name: str, why: str) -> None:
     said = [{each: lacking.get(each, {}).get(rank, "") for each in ("cuda_ipc", "nixl")} for rank in range(4)]
-    assert choose(nodes, said) == TransportChoice(name, why)
+    assert choose(nodes, said) == (name, why)
 
 
 def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,33 +246,32 @@ def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.Mon
     assert told == [("UCX", {"engine_config": "TLS=^sm"}), ("UCX", {})]
 
 
-def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
+def in_three_places(rank: int) -> tuple[list[str], list[str]]:
     """One node; two nodes that are believed to have RDMA, where UCX takes TCP; the same, and rank 2 fails."""
 
     def refuse(*_: object) -> None:
         raise TransportError("the first bytes did not arrive")
 
     seen = []
-    for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
-        os.environ["GROUP_RANK"] = str(node)
-        nixl.rdma_devices = lambda devices=devices: devices
-        if broken:
-            windows.try_out = refuse if rank == 2 else lambda *_: None
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-        transport, choice = choose_together(group, "gloo", CPU, 60.0)
-        transport.warm_up(soon())
-        exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
-        seen.append((type(transport).__name__, choice))
-        transport.close()
-    return seen
+    with heard(logging.INFO) as lines:
+        for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
+            os.environ["GROUP_RANK"] = str(node)
+            nixl.rdma_devices = lambda devices=devices: devices
+            if broken:
+                windows.try_out = refuse if rank == 2 else lambda *_: None
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+            transport = automatic(group, "gloo", CPU, 60.0)
+            transport.warm_up(soon())
+            exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
+            seen.append(type(transport).__name__)
+            transport.close()
+    return seen, [line for line in lines if line.startswith("transport:")]
 
 
 def test_all_ranks_choose_alike_and_fall_back_together() -> None:
     if nixl.why_not():
         pytest.skip(nixl.why_not())
     results = run_ranks(3, in_three_places)
-    assert results[0] == results[1] == results[2]
-    (one, chosen), (two, over_nixl), (back, at_last) = results[0]
-    assert (one, two, back) == ("TorchPointToPoint", "Nixl", "TorchPointToPoint")
-    assert chosen.name == "torch" and over_nixl.name == "nixl"
-    assert at_last.name == "torch" and "nixl failed: the first bytes did not arrive" in at_last.why
+    assert [seen for seen, _ in results] == [["TorchPointToPoint", "Nixl", "TorchPointToPoint"]] * 3
+    at_last = "transport: torch (nixl failed: rank 2: the first bytes did not arrive)"
+    assert results[0][1][1:] == ["transport: nixl (several nodes)", at_last]

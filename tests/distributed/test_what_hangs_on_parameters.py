@@ -199,7 +199,7 @@ def taken_out(rank: int) -> None:
     for take in (popped, cleared):
         with heard() as lines:
             assert trained(take) == static
-        assert "is not in the optimizer's state any more: load it before experts move" in lines[0]
+        assert "is not in the optimizer's state any more: load it first" in lines[0]
         assert "\n" not in lines[0]
 
 

@@ -182,7 +182,7 @@ def test_a_report_shows_the_same_without_a_server(page: Any, tmp_path: Path) -> 
     for record in others:
         writer.write(record)
     writer.close()
-    (tmp_path / "report.html").write_text(report_of(tmp_path).html)
+    (tmp_path / "report.html").write_text(report_of(tmp_path)[0])
     page.goto((tmp_path / "report.html").as_uri())
     state = state_of_run(tmp_path)
     assert exact(page, "imbalance") == pytest.approx(state.measured["imbalance"].mean(), abs=1e-9)

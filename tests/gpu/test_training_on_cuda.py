@@ -136,7 +136,7 @@ def test_training_by_copy_engines_is_what_it_is_by_nccl_to_the_bit_and_no_host_w
     usual: dict[str, Any] = {
         "replica_slots": 1,
         "initial_placement": copied(2, {4: 5, 9: 1}),
-        "dispatch": eplb.DispatchConfig(split="even", split_least_tokens=0),
+        "dispatch": eplb.DispatchConfig(split_least_tokens=0),
     }
     by_torch, by_other = (
         ranks_on_gpu(2, train, {**usual, "copies_by": way}, EXPERTS, partial(refreshed, way == "torch"), **SHARED)

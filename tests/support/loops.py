@@ -6,18 +6,14 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from typing import Any
 
 import torch
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import eplb_runtime as eplb
 
@@ -189,6 +185,11 @@ class Whole:
 
     def held_back_by_both(self) -> None:
         self.held_back()
+
+    def interrupted(self) -> None:
+        """In the midst of a backward pass, whose gradients are dropped."""
+        self.forward()
+        self.zero()
 
     def no_sync(self):
         return nullcontext()
@@ -363,6 +364,7 @@ WORDS = {
     "O": "take_state_anew",
     "B": "backward",
     "A": "again",
+    "D": "interrupted",
     "H": "held_back",
     "N": "look",
     "C": "clipped",
@@ -390,12 +392,6 @@ WORDS = {
 }
 
 
-@cache
-def meshes(ep: int, edp: int) -> tuple[DeviceMesh, DeviceMesh]:
-    names = ("edp", "ep")
-    return init_device_mesh("cpu", (edp, ep), mesh_dim_names=names), init_device_mesh("cpu", (ep * edp,))
-
-
 class Spread(Whole):
     """The same on a rank of the layout."""
 
@@ -407,23 +403,32 @@ class Spread(Whole):
             settings |= {"initial_placement": layout.placement(), "split_least_tokens": 0}
         where: dict[str, Any] = {"ranks": layout.ranks_of(rank)}
         if layout.sliced:
-            where = {"ep_group": meshes(layout.ep, layout.edp)[0]["ep"].get_group()}
+            where = {"ep_group": training.meshes(layout.ep, layout.edp)[0]["ep"].get_group()}
             settings["dense_gradients"] = "host"
-            self.slice(where["ep_group"], settings)
+            options = {"mp_policy": layout.policy} if layout.policy else {}
+            training.shard(self.model, layout.ep, layout.edp, options, **settings)
         if layout.ranks_per_node:
             os.environ["LOCAL_WORLD_SIZE"] = str(layout.ranks_per_node)
         self.begin()
         self.balancer = training.attach(self.model, self.optimizer, **where, **settings)
         plan_by(self.balancer, plan_shuffle)
 
-    def slice(self, ep_group: Any, settings: dict[str, Any]) -> None:
-        mesh, everyone = meshes(self.layout.ep, self.layout.edp)
-        options = {"mp_policy": self.layout.policy} if self.layout.policy else {}
-        eplb.shard_experts(self.model, config=config_from_settings(settings), ep_group=ep_group)
-        for layer in self.model.model.layers:
-            fully_shard(layer.mlp.experts, mesh=mesh["edp"], shard_placement_fn=lambda _: Shard(1), **options)
-            fully_shard(layer, mesh=everyone, **options)
-        fully_shard(self.model, mesh=everyone, **options)
+    def interrupted(self) -> None:
+        """The last layer's gradients of replicas are on their way, and the backward pass goes no further."""
+
+        def interrupt(gradient: Tensor) -> None:
+            raise KeyError("interrupted")
+
+        def hook(module: nn.Module, given: Any, out: Any) -> None:
+            (out[0] if isinstance(out, tuple) else out).register_hook(interrupt)
+
+        handle = self.model.model.layers[0].register_forward_hook(hook)
+        self.forward()
+        handle.remove()
+        try:
+            self.backward_of_it()
+        except KeyError:
+            self.zero()
 
     def no_sync(self):
         return self.balancer.no_sync()

@@ -46,8 +46,7 @@ def combine_in_physical_order() -> None:
 
 
 def nobody_compares_plans() -> None:
-    from eplb_runtime.distributed.ballot import Verdict
-    from eplb_runtime.distributed.consensus import Agreement
+    from eplb_runtime.distributed.consensus import Agreement, Verdict
 
     Agreement.check_equal = lambda self, digest, what, problem="": Verdict(True)
 
@@ -327,7 +326,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "combined in physical order": (f"{BITS}[eager]", combine_in_physical_order),
     "masters left behind": (f"{BITS}[float32 masters]", leave_behind("master")),
     "nobody compares plans": (
-        "test_expert_data_parallel.py::test_a_group_with_another_plan_is_noticed",
+        "test_bits.py::test_a_group_with_another_plan_is_noticed",
         nobody_compares_plans,
     ),
     "sums in any order": (f"{BITS}_where_several_ranks_hold_an_expert[6]", sum_in_any_order),
@@ -356,7 +355,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "test_recompute.py::test_a_repeated_forward_exchanges_no_counts",
         split_otherwise_in_recompute,
     ),
-    "a failed attach undoes nothing": ("test_attach_fails.py::test_an_attach_that_fails", undo_nothing),
+    "a failed attach undoes nothing": ("test_attach.py::test_an_attach_that_fails", undo_nothing),
     "the library's own exchange": (
         "test_transformers_ep.py::test_no_bit_depends_on_where_experts_are[2]",
         exchange_as_the_library_does,

@@ -36,6 +36,12 @@ def said_by(call: Callable[[], Any]) -> str:
     return ""
 
 
+def assert_refused(cases: Mapping[str, Callable[[], Any]]) -> None:
+    """All calls are made, and each says these words, in one line."""
+    for words, line in {words: said_by(call) for words, call in cases.items()}.items():
+        assert words in line and "\n" not in line, (words, line)
+
+
 @contextmanager
 def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     """Lines of the package's log of this level or above, while they come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,15 @@ from eplb_runtime.topology import Topology
 def plan_by(balancer: Balancer, planner: Callable[..., Plan]) -> None:
     """Plan with a function other than `planner.plan`, of the same arguments, from the next decision on."""
     balancer.rebalancer.decisions.planner = planner
+
+
+def with_replicas(experts: int, ranks: int, replicas: Mapping[int, int]) -> Placement:
+    """A placement of two layers with one replica slot a rank: rank -> whose replica it holds."""
+    plain = Placement.initial(2, experts, ranks, 1)
+    slots = plain.physical_to_logical.copy()
+    for rank, expert in replicas.items():
+        slots[:, (rank + 1) * plain.slots_per_rank - 1] = expert
+    return Placement(slots, experts, ranks, plain.home)
 
 
 def wait_until_compiled(balancer: Balancer) -> None:

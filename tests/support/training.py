@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 from flat_settings import config_from_settings
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
 
@@ -18,6 +22,30 @@ from .shuffle import plan_by, plan_shuffle
 
 DEADLINE = 8.0
 """Seconds for which ranks wait for one that does not come: on a busy machine who comes may be late by some."""
+
+
+@cache
+def meshes(ep: int, edp: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Over EDP and EP ranks, and over all."""
+    names = ("edp", "ep")
+    return init_device_mesh("cpu", (edp, ep), mesh_dim_names=names), init_device_mesh("cpu", (ep * edp,))
+
+
+def config_of(**settings: Any) -> eplb.BalancerConfig:
+    """Of settings by their own names (`flat_settings`); gradients are averaged, every batch is split over replicas."""
+    least = 0 if settings.get("replica_slots") else 64
+    return config_from_settings({"dense_gradients": "allreduce", "split_least_tokens": least, **settings})
+
+
+def shard(model: Any, ep: int, edp: int, options: Any = None, **settings: Any) -> None:
+    """Leave each EDP rank a slice of every expert, and each rank one of all else; an attach with the same settings, of
+    which gradients that the host averages are one, follows."""
+    mesh, everyone = meshes(ep, edp)
+    eplb.shard_experts(model, config=config_of(**settings), ep_group=mesh["ep"].get_group())
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["edp"], shard_placement_fn=lambda _: Shard(1), **(options or {}))
+        fully_shard(layer, mesh=everyone, **(options or {}))
+    fully_shard(model, mesh=everyone, **(options or {}))
 
 
 def attach(
@@ -29,15 +57,12 @@ def attach(
     ranks: eplb.hosts.Ranks | None = None,
     **settings: Any,
 ) -> eplb.Balancer:
-    """A balancer with settings by their own names (`flat_settings`); it averages gradients, and splits every batch over
-    replicas.
+    """A balancer with these settings (`config_of`).
 
     Args:
         moving: all homes change places at each decision.
     """
-    least = 0 if settings.get("replica_slots") else 64
-    config = config_from_settings({"dense_gradients": "allreduce", "split_least_tokens": least, **settings})
-    balancer = eplb.attach(model, optimizer, config=config, ep_group=ep_group, ranks=ranks)
+    balancer = eplb.attach(model, optimizer, config=config_of(**settings), ep_group=ep_group, ranks=ranks)
     if moving:
         plan_by(balancer, plan_shuffle)
     return balancer

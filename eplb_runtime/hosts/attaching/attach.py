@@ -231,7 +231,7 @@ def check_all(joined: Connected, links: ExitStack) -> Checked:
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
     placement = check(joined.stages, joined.optimizers, config, groups, device)
     tests = try_together([layer for _, _, layer in joined.layers], config, groups)
-    dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
+    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
     raise_on_all(dispatch.problem, groups)
     copies = _transport_of_copies(config, groups, topology, device)
     return Checked(
@@ -365,8 +365,7 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
         return Maps(table, None, None)
     place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
     replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
-    split = config.dispatch
-    settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
+    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
         rows = [local(p)[0].nbytes // job.row_division for bank in shards.banks.values() for p in bank.parameters]
@@ -441,7 +440,7 @@ def _record(made: Checked, balancer: Balancer) -> None:
 
         balancer.rebalancer.decisions.record_with(write)
         balancer.close_with(recorder.close)
-    progress = lambda: balancer.rebalancer.progress  # noqa: E731
+    progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
     balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 

@@ -385,8 +385,8 @@ def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
 
 def raise_on_all(problem: str, groups: ProcessGroups) -> None:
     """A rank with a problem sends it to all; every rank raises the first one. Empty: none here."""
-    if (first := first_problem(problem, groups.control)) is not None:
-        raise AttachError(problem or str(first))
+    if first := first_problem(problem, groups.control):
+        raise AttachError(problem or first)
 
 
 @contextmanager

@@ -84,9 +84,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     replica slots, so it goes, too."""
     if not config.replica_slots:
         return config
-    usual = DispatchConfig()
-    names = ("split", "split_locality", "split_least_tokens")
-    dispatch = replace(config.dispatch, **{name: getattr(usual, name) for name in names})
+    dispatch = replace(config.dispatch, split_least_tokens=DispatchConfig.split_least_tokens)
     return replace(
         config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=BalancerConfig.copies_by
     )
@@ -293,7 +291,7 @@ class TrialRun(LoopHooks):
 
     def _move_at_once(self) -> bool:
         """Move experts as a decision of the job's own `Balancer.rebalance` may."""
-        self._balancer.rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
+        self._balancer.rebalancer.move_to(self._next_placement(self._runtime.counter.counts.cpu()))
         return True
 
     def _spoil_replaced(self) -> None:

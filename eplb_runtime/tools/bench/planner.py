@@ -37,8 +37,7 @@ class PlanShape:
     groups: int = 1
 
 
-Planner = Callable[[FloatArray, PlanShape], Placement]
-"""Plans a window ``[L, E]``."""
+Planner = Callable[[FloatArray, PlanShape], Placement]  # of a window ``[L, E]``
 
 
 def run(loads: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:

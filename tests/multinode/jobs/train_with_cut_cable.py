@@ -25,7 +25,7 @@ from moe_models import batch_of, make_model
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed.ballot import Ballot, Verdict
+from eplb_runtime.distributed.consensus import Ballot, Verdict
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase, PostedRound
 

@@ -18,7 +18,7 @@ from eplb_runtime.balancer.decision import Measurement, PlanMaker, _or_failure
 from eplb_runtime.balancer.planner_process import PlannerLost
 from eplb_runtime.balancer.rebalancer import Rebalancer, _Pending
 from eplb_runtime.config import BalancerConfig, MigrationConfig
-from eplb_runtime.distributed.ballot import Verdict
+from eplb_runtime.distributed.consensus import Verdict
 from eplb_runtime.distributed.control_channel import ControlChannel
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
@@ -99,6 +99,7 @@ def bare() -> Iterator[Any]:
     rebalancer: Any = Rebalancer.__new__(Rebalancer)
     rebalancer.control = control = ControlChannel.__new__(ControlChannel)
     control.worker, control._seconds = Worker("test"), 30.0
+    control._groups = SimpleNamespace(control=None)  # type: ignore[assignment]
     control.reconnection, control.agreement = SimpleNamespace(under_way=False), None  # type: ignore[assignment]
     rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None, in_flight=False)
     rebalancer._placement, rebalancer._pending = INITIAL, None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,9 +15,9 @@ from hypothesis import strategies as st
 from placements import some_homes
 
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.exchange import chains_of
+from eplb_runtime.migration.exchange import RoundExecutor, chains_of
 from eplb_runtime.migration.pacing import Pace, next_batch
-from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, segments_of
+from eplb_runtime.migration.records import DIRECT_BYTES, Records, packed_bytes, segments_of
 from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
 from eplb_runtime.moe.experts.record import Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
@@ -304,3 +307,18 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
         assert (covered[shard.offset : shard.end] == 1).all()
     assert packed_bytes(runs) == sum(run.end - run.first for run in runs if not run.direct)
     assert [run.direct for run in segments_of(record, torch.device("meta"))] == [False], "rows of another device"
+
+
+def test_memory_of_a_migration_is_reserved_without_a_look_at_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four experts change ranks in the first layer, and two rows of this rank change places in the second."""
+    current = Placement.initial(2, 4, 2, 0)
+    slots = np.array([[0, 2, 1, 3], [1, 0, 2, 3]], dtype=np.int32)
+    schedule = make_schedule(current, Placement(slots, 4, 2, slots), (128, 128), 1 << 20)
+    up, down = torch.zeros(2, 3), torch.zeros(2, 5, dtype=torch.float64)
+    of_layer = RecordFormat((ExpertTensor("up", up, "parameter"), ExpertTensor("down", down, "parameter")))
+    records = Records({0: of_layer, 1: of_layer}, (128, 128), (0, 0))
+    host: Any = SimpleNamespace(device=torch.device("cpu"), empty=lambda size: torch.empty(size, dtype=torch.uint8))
+    executor = RoundExecutor(host, current.home_rows(), 0, host.device, 0)
+    monkeypatch.setattr(RecordFormat, "piece", Mock(side_effect=AssertionError("an expert by itself")))
+    executor.reserve(schedule, records)
+    assert [memory.numel() for memory in executor.memory] == [128, 128, 40]

@@ -40,7 +40,7 @@ def data_of(page: str) -> Any:
 
 
 def test_a_report_holds_the_whole_view_and_fetches_nothing(run: Path) -> None:
-    page = report_of(run).html
+    page = report_of(run)[0]
     told = data_of(page)
     assert told["view"] == json.loads(json.dumps(view_of(state_of_run(run))))
     assert told["view"]["totals"]["rebalances"] == 2
@@ -51,7 +51,7 @@ def test_what_events_say_cannot_end_the_data(run: Path) -> None:
     writer = LineFile(run / NAME, job())
     writer.write({"event": "GuardFinding", "step": 1, "time": 1.0, "finding": "</script><script>alert(1)</script>"})
     writer.close()
-    page = report_of(run).html
+    page = report_of(run)[0]
     assert "alert(1)</script>" not in page
     assert data_of(page)["view"]["troubles"][-1]["text"].startswith("</script>")
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from eplb_runtime.tools.doctor import machine
+from eplb_runtime.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "launch" / "gpu_check.py"
@@ -87,10 +87,10 @@ def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleTy
 
 
 def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(machine, "is_compiled", lambda: False)
-    assert "not compiled" in machine.compiled().why and machine.compiled().usable
-    monkeypatch.setattr(machine, "is_compiled", lambda: True)
-    assert machine.compiled().why == f"compiled, in {tmp_path}"
-    monkeypatch.setattr(machine, "compiles", lambda: False)
-    assert not machine.compiled().usable
+    monkeypatch.setattr(doctor, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "is_compiled", lambda: False)
+    assert "not compiled" in doctor.compiled().why and doctor.compiled().usable
+    monkeypatch.setattr(doctor, "is_compiled", lambda: True)
+    assert doctor.compiled().why == f"compiled, in {tmp_path}"
+    monkeypatch.setattr(doctor, "compiles", lambda: False)
+    assert not doctor.compiled().usable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 from eplb_runtime.cli import main
 from eplb_runtime.hosts.megatron.settings import MUST_BE_DEFAULT
 from eplb_runtime.hosts.torchtitan.settings import TitanSettings, notes, refusals
-from eplb_runtime.tools.recipes import RecipeError, answer, read_recipe
+from eplb_runtime.tools.recipes import answer, read_recipe
+from eplb_runtime.utils.files import FileError
 
 SLIME = """#!/bin/bash
 # --num-distributed-optimizer-instances 9
@@ -64,7 +65,7 @@ TENSOR_PARALLEL = "parallelism_config: {parallelism_config_tp_size: 2}"
 
 def judged(folder: Path, text: str, name: str = "run.sh") -> dict[str, Any]:
     (folder / name).write_text(text)
-    return asdict(answer(read_recipe(str(folder / name))))
+    return answer(read_recipe(str(folder / name)))
 
 
 def judged_fields(folder: Path, base: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -119,11 +120,9 @@ python train.py --num-experts 8 --expert-model-parallel-size 8 --moe-router-topk
 
 @pytest.mark.parametrize("size", ["0", "abc", "-8", "2.5"])
 def test_a_size_that_is_none_is_one_line(tmp_path: Path, size: str) -> None:
-    with pytest.raises(
-        RecipeError, match=r"expert_model_parallel_size is .*, and must be a whole number of at least 1"
-    ):
+    with pytest.raises(FileError, match=r"expert_model_parallel_size is .*, and must be a whole number of at least 1"):
         judged(tmp_path, SCRIPT.replace("size 8", f"size {size}"))
-    with pytest.raises(RecipeError, match="world_size is 0, and must be"):
+    with pytest.raises(FileError, match="world_size is 0, and must be"):
         judged_fields(tmp_path, MEGATRON, gpus=0)
     (of_sizes,) = judged_fields(tmp_path, MEGATRON, pp=4, gpus=16)["refused"]
     assert of_sizes["setting"] == "world_size" and "the job cannot start, it is no multiple of pip" in of_sizes["why"]

@@ -61,7 +61,7 @@ def test_following_placements_gives_what_a_new_splitter_gives() -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (50, 2)))
     counts_RE = np.stack([following.counts(ids)[0].numpy(), np.array([7, 30, 1, 62])])
     for placement in (*PLACEMENTS, PLACEMENTS[0]):
-        following.follow(placement)
+        following.prepare(placement, range(placement.num_layers))()
         fresh = splitter(placement)
         for layer in range(3):
             assert following.splits(layer) == fresh.splits(layer) == (placement.copy_count[layer].max() > 1)

@@ -44,36 +44,35 @@ scales = st.sampled_from([0, 1, 7, 1000, 10**6, 10**12])
 
 
 @settings(max_examples=30, deadline=None)
-@given(shape=shapes, scale=scales, mode=st.sampled_from(["water_filling", "even"]), locality=st.booleans())
-def test_quotas_sum_exactly(shape, scale, mode, locality) -> None:
+@given(shape=shapes, scale=scales)
+def test_quotas_sum_exactly(shape, scale) -> None:
     seed, ranks, homes, replicas = shape
     generator = np.random.default_rng(seed)
     placement = some_homes(generator, 1, ranks, homes, replicas)
     tables = SplitTables.of(placement)
     counts = (generator.pareto(1.0, (ranks, ranks * homes)).clip(0, 1) * scale).astype(np.int64)
     per_node = next(n for n in (4, 3, 2, 1) if ranks % n == 0)
-    options = {"ranks_per_node": per_node, "mode": mode, "locality": locality}
-    sent = every_row(counts, tables, **options)
+    sent = every_row(counts, tables, ranks_per_node=per_node)
     assert np.array_equal(sent.sum(axis=2), counts)
     assert (sent >= 0).all() and (sent[:, tables.copy_slot_LEC[0] < 0] == 0).all()
-    assert np.array_equal(sent.sum(axis=0), water_filling.split_totals(counts.sum(0)[None], tables, mode=mode)[0])
+    assert np.array_equal(sent.sum(axis=0), water_filling.split_totals(counts.sum(0)[None], tables)[0])
 
 
 @settings(max_examples=15, deadline=None)
-@given(shape=shapes, scale=scales, locality=st.booleans())
-def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale, locality) -> None:
+@given(shape=shapes, scale=scales)
+def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale) -> None:
     seed, ranks, homes, replicas = shape
     generator = np.random.default_rng(seed)
     placement = some_homes(generator, 1, ranks, homes, replicas)
     tables = SplitTables.of(placement)
     counts = (generator.random((ranks, ranks * homes)) * scale).astype(np.int64)
-    sent = every_row(counts, tables, ranks_per_node=1, locality=locality)
+    sent = every_row(counts, tables, ranks_per_node=1)
     sent_RP = np.zeros((ranks, placement.num_slots), dtype=np.int64)
     expert, copy = np.nonzero(tables.copy_slot_LEC[0] >= 0)
     sent_RP[:, tables.copy_slot_LEC[0, expert, copy]] = sent[:, expert, copy]
     assert sent_RP.sum() == counts.sum()
     for rank in range(ranks):
-        _, told = split_for_rank(counts, tables, 0, rank, SplitSettings(1, locality=locality))
+        _, told = split_for_rank(counts, tables, 0, rank, SplitSettings(1))
         assert np.array_equal(told.received_RS, sent_RP.reshape(ranks, ranks, -1)[:, rank])
         assert np.array_equal(told.sent_P, sent_RP[rank])
 
@@ -114,7 +113,7 @@ def test_tokens_go_to_their_own_rank_first_then_to_their_own_node() -> None:
     placement = Placement([[0, 1, 1, 0, 2, -1, 3, 0]], 4, 4, [[0, 2, 4, 6]])
     tables = SplitTables.of(placement)
     counts = np.array([[0, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0]])
-    sent = every_row(counts, tables, ranks_per_node=2, mode="even")
+    sent = every_row(counts, tables, ranks_per_node=2)
     assert sent[:, 0].tolist() == [[0, 0, 0], [0, 30, 0], [30, 0, 0], [0, 0, 30]]
 
 
