@@ -362,7 +362,7 @@ def graphed(rank: int) -> dict[str, Any]:
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     from eplb_runtime.hosts.megatron.layer import mark_work, watch
-    from eplb_runtime.load.expert_clock import ExpertClock
+    from eplb_runtime.load.clock import ExpertClock
 
     for prepare in ("cpu", "streams", "graphs"):
         getattr(standins, prepare)()

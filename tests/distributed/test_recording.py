@@ -22,7 +22,7 @@ import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import LoadMeasured
 from eplb_runtime.hosts.attaching.description import AttachError
-from eplb_runtime.load.expert_clock import ExpertClock
+from eplb_runtime.load.clock import ExpertClock
 from eplb_runtime.load.series import read_series
 from eplb_runtime.moe.dispatch.base import _Dispatch
 from eplb_runtime.moe.experts.compute import LocalExperts

@@ -8,8 +8,7 @@ import torch
 from device import DEVICE, no_host_sync
 
 from eplb_runtime import Placement
-from eplb_runtime.load.aggregate import HostCopy
-from eplb_runtime.load.counter import LoadCounter
+from eplb_runtime.load.counter import HostCopy, LoadCounter
 from eplb_runtime.moe.routing.lookup import SlotTable
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...load.expert_clock import ExpertClock
+from ...load.clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
