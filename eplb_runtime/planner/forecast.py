@@ -69,11 +69,11 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
     return _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True), moves_L, wanders_L)
 
 
-def steady(load: Load) -> ExpectedLoad:
-    """As `foretell`, of loads that stay."""
+def steady(load: Load) -> Load:
+    """float64 ``[W, L, E]``, scenarios of a load that stays."""
     mean_LE, share_TLE = _counted(load)
-    total_L1 = load.mean(axis=0).sum(axis=1, keepdims=True)
-    return _scenarios(mean_LE, _deviations(share_TLE), total_L1, *np.zeros((2, len(mean_LE)), dtype=bool))
+    total_L1, stays_L = load.mean(axis=0).sum(axis=1, keepdims=True), np.zeros(len(mean_LE), dtype=bool)
+    return _scenarios(mean_LE, _deviations(share_TLE), total_L1, stays_L, stays_L).scenarios
 
 
 def _counted(load: Load) -> tuple[Load, Load]:

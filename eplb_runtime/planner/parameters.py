@@ -40,9 +40,10 @@ class SearchParameters:
         stuck_ranks: busiest ranks without a step that helps, after which a descent ends.
         enough: imbalance at which a descent ends.
         least_price: imbalance that moving all slots of a layer must be worth on top of its seconds: of ways that are as
-            good, the shorter. ``price_of_all``: the same where windows prove a gain, or homes move
-            alone; ``price_unproved``: of replicas that nothing proves; ``price_wandering``: of replicas where the load
-            moves on; ``first_price``: while no replica slot is in use: a first plan lasts.
+            good, the shorter. ``price_of_all``: the same where windows prove a gain, or homes move alone;
+            ``price_unproved``: of replicas where ``gate="always"`` asks for no proof; ``price_moving_on``: of replicas
+            where layers together say that the load moves on, ``price_wandering``: where the layer itself does;
+            ``first_price``: while no replica slot is in use: a first plan lasts.
         deviation: the share of tokens that scenarios send to other experts at which prices hold; less: steadier loads.
         least_gain: imbalance by which a layer must fall; ``nearly``: share of it that a shorter way may be worse.
         busiest_link: moves over the busiest link, in units of the mean link.
@@ -78,13 +79,14 @@ class SearchParameters:
     least_price: float = 0.005
     price_of_all: float = 0.05
     price_unproved: float = 0.2
+    price_moving_on: float = 0.4
     price_wandering: float = 0.04
     first_price: float = 0.02
     deviation: float = 0.1
     least_gain: float = 0.005
     nearly: float = 0.1
     busiest_link: float = 1.5
-    folds: int = 4
+    folds: int = 3
     sure: float = 2.5
     each: float = 1.0
 

@@ -103,6 +103,8 @@ def _prices(request: PlanRequest) -> FloatArray:
         has_replicas, unused_L = start.replica_slots > 0, (start.replicas_LRK == EMPTY).all(axis=(1, 2))
         is_proved = request.gate == "payoff" or not has_replicas
         price_L[:] = PARAMETERS.price_of_all if is_proved else PARAMETERS.price_unproved
+        if is_proved and has_replicas:
+            price_L[request.to_come.moves_on_L] = PARAMETERS.price_moving_on
         price_L[request.to_come.wanders_L] = PARAMETERS.price_wandering if has_replicas else PARAMETERS.least_price
         price_L[unused_L & has_replicas] = PARAMETERS.first_price
         share = shares(request.to_come.scenarios)  # the share of tokens that go to other experts than on average:
@@ -170,7 +172,7 @@ def _surely(request: PlanRequest, number: int, searched: tuple[Layer, _Solution]
         is_judge_T = np.arange(len(windows)) % folds == fold
         known_WE, came_WE = (
             np.ascontiguousarray(shares(one)[:, 0]) * tokens
-            for one in (steady(windows[~is_judge_T]).windows, windows[is_judge_T])
+            for one in (steady(windows[~is_judge_T]), windows[is_judge_T])
         )
         part, judging = _solve(request, layer._replace(load_WE=known_WE), len(known_WE)), begun(layer, came_WE)
         gains.append(worth(judging, layer.now_P)[1] - worth(judging, after(part.begin_P, part.track_NX))[1])
@@ -181,7 +183,7 @@ def _surely(request: PlanRequest, number: int, searched: tuple[Layer, _Solution]
 def _note_price(request: PlanRequest, layers: list[Layer], solutions: list[_Solution]) -> None:
     """Note whether the worst layer would gain if plans were trusted in full, or if moves cost no seconds."""
     number = int(np.argmax([found.before_W.mean() for found in solutions]))
-    for code, terms in (("trust", replace(request, trust=1.0)), ("price", replace(request, gate="always"))):
+    for code, terms in (("trust", replace(request, trust=1.0)), ("price", replace(request, cost=None))):
         if _solve(request, layers[number]._replace(prices=_prices(terms)[number])).gain > PARAMETERS.least_gain:
             request.held[number] = code
             return

@@ -70,7 +70,7 @@ def test_experts_stand_near_their_sources_where_crossing_costs(replicas: int, fi
     assert by_chance > 0.4, "half of the tokens"
     assert crosses < 0.2, "a tenth at best"
     assert near.imbalance_after.mean() < blind.imbalance_after.mean() + 0.03
-    assert first or (near.reason.endswith(f" -> {crosses:.1%}") and "; tokens that cross nodes 5" in near.reason)
+    assert first or near.reason.endswith(f" -> {crosses:.1%}"), near.reason
 
 
 def crossing(load: np.ndarray, made: Plan, by_node: np.ndarray) -> float:
