@@ -60,10 +60,8 @@ def test_crossing_tokens_are_those_that_routing_sends_to_other_nodes(replicas: i
 @pytest.mark.parametrize("first", [True, False])
 def test_experts_stand_near_their_sources_where_crossing_costs(replicas: int, first: bool) -> None:
     load, by_node = domains()
-    asked = {
-        "slots_per_rank": 8 + replicas,
-        "current": None if first else Placement.initial(LAYERS, EXPERTS, 8, replicas),
-    }
+    current = None if first else Placement.initial(LAYERS, EXPERTS, 8, replicas)
+    asked = {"slots_per_rank": 8 + replicas, "current": current}
     blind = plan(load, TOPOLOGY, sources=by_node, **asked)
     near = plan(load, TOPOLOGY, sources=by_node, cost=COST, **asked)
     crosses, by_chance = (crossing(load.mean(axis=0), made, by_node) for made in (near, blind))
