@@ -25,7 +25,7 @@ TRANSPORTS = get_args(Transport)
 """Names of `distributed.transports.TRANSPORTS`."""
 LEAST = {
     **dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1),
-    **dict.fromkeys(("replica_slots", "split_least_tokens", "lag", "max_moves"), 0),
+    **dict.fromkeys(("replica_slots", "split_least_tokens", "low_latency_tokens", "lag", "max_moves"), 0),
     "sms": 2,
 }
 """Least values of settings that are whole numbers."""
@@ -40,17 +40,17 @@ GONE = {
     "transport='shm'": "gone; gloo does it: leave transport out",
     "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
     "most_tokens": "gone: leave it out",
+    **dict.fromkeys(("split", "split_locality"), "gone: leave it out"),
     "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
 }
 LOOPBACK = "127.0.0.1"
-_MOST = 1 << 60  # largest whole number that is taken: beyond it there is no counting in 64 bits
+_MOST = (1 << 60) - 1  # largest whole number that is taken: beyond it there is no counting in 64 bits
 _MOST_LOW_LATENCY_TOKENS = 508
 """DeepEP wants two entries of NVSHMEM's queues for each and one more, of 1024."""
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{8,256}")
 _ADDRESS = re.compile(r"(?:(.+):)?(\d{1,5})")
 _THIS_MACHINE = re.compile(r"localhost|::1|127(?:\.\d{1,3}){3}")
-_WINDOW_DECISIONS = 4
-"""Decisions whose load a decision looks at, unless ``window`` says otherwise."""
+_WINDOW_DECISIONS = 4  # whose load a decision looks at, unless ``window`` says otherwise
 _ON_RANK_0 = ("run", "listen", "listen_token")
 
 
@@ -80,11 +80,9 @@ def _checked(name: str, value: Any, default: object, words: Sequence[str]) -> An
             raise ConfigError(f"{given} is unknown; choose one of: {', '.join(words)}")
         return str(value)
     if name in LEAST:
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise ConfigError(f"{given}: give a whole number")
-        if not LEAST[name] <= int(value) <= _MOST:
-            limit = f"least {LEAST[name]}" if int(value) < LEAST[name] else f"most {_MOST}"
-            raise ConfigError(f"{given}: give at {limit}")
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not (is_whole and LEAST[name] <= int(value) <= _MOST):
+            raise ConfigError(f"{given}: give a whole number of at least {LEAST[name]}, below 2**60")
         return int(value)
     if name in UP_TO:
         if not 0 < _as_float(value) <= UP_TO[name][0]:
@@ -154,10 +152,6 @@ class DispatchConfig(_Settings):
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
     kernels: bool = True
     """On GPUs with Triton its kernels count, route and sum a layer's choices; torch where the first batch differs."""
-    split: Literal["water_filling", "even"] = "water_filling"
-    """How a batch is shared out over an expert's copies: so that the busiest rank has least, or evenly."""
-    split_locality: bool = True
-    """Serve a token on its own rank or node where that does not change the balance."""
     split_least_tokens: int = 64
     """A batch with fewer (token, choice) pairs over all ranks is not split: it stays at home."""
 
@@ -169,9 +163,8 @@ class DispatchConfig(_Settings):
             yield "combine_order='by_rank' with kernels=False: torch would sum in a pass for each choice; leave one out"
         if self.dtype == "float8" and self.name != "deepep":
             yield f"dtype='float8' with dispatch={self.name!r}: only 'deepep' carries it"
-        if not isinstance(tokens, int) or not 0 <= tokens <= _MOST_LOW_LATENCY_TOKENS or tokens % 4:
-            most = _MOST_LOW_LATENCY_TOKENS
-            yield f"low_latency_tokens={_shown(tokens)}: give a multiple of 4 up to {most}, or 0 for none"
+        if tokens > _MOST_LOW_LATENCY_TOKENS or tokens % 4:
+            yield f"low_latency_tokens={tokens}: give a multiple of 4 up to {_MOST_LOW_LATENCY_TOKENS}, or 0 for none"
         if tokens and (self.name, order) != ("deepep", "by_rank"):
             given = f"low_latency_tokens={tokens} with dispatch={self.name!r}, combine_order={order!r}"
             yield f"{given}: they need dispatch='deepep' and combine_order='by_rank'"
@@ -288,18 +281,11 @@ class BalancerConfig(_Settings):
         host, port = address.groups() if address else ("", 1 << 16)
         return (LOOPBACK if host is None else host).removeprefix("[").removesuffix("]"), int(port)
 
-    @property
-    def window_steps(self) -> int | None:
-        """Steps of load history that a decision looks at; None: ``window`` counts decisions."""
-        if self.interval is None:
-            return None
-        return self.window if self.window is not None else _WINDOW_DECISIONS * self.interval
-
     def window_rows(self, steps_per_row: int) -> int:
         """Rows of load history of a decision, each of so many steps; with ``interval=None``, between decisions."""
-        if self.window_steps is None:
-            return self.window if self.window is not None else _WINDOW_DECISIONS
-        return max(1, self.window_steps // steps_per_row)
+        if self.interval is None:
+            return self.window or _WINDOW_DECISIONS
+        return max(1, (self.window or _WINDOW_DECISIONS * self.interval) // steps_per_row)
 
     @property
     def horizon(self) -> int | None:
@@ -336,12 +322,9 @@ class BalancerConfig(_Settings):
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:
             yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
-        of_copies = {
-            "copies_by": self,
-            **dict.fromkeys(("split", "split_locality", "split_least_tokens"), self.dispatch),
-        }
-        for name, config in of_copies.items():
-            if not self.replica_slots and (value := getattr(config, name)) != config.__dataclass_fields__[name].default:
+        of_copies = ("copies_by", self), ("split_least_tokens", self.dispatch)
+        for name, config in () if self.replica_slots else of_copies:
+            if (value := getattr(config, name)) != config.__dataclass_fields__[name].default:
                 yield f"{name}={value!r} without replica slots: give replica_slots=1 or more"
         if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
             yield f"sms={self.dispatch.sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"

@@ -196,10 +196,6 @@ class Placement:
         """Return the rank of a slot, or of each slot of an array; -1 for `EMPTY`."""
         return slot // self.slots_per_rank
 
-    def local_slot(self, slot: int) -> int:
-        """Return the place of a slot on its rank, 0 .. S - 1."""
-        return slot % self.slots_per_rank
-
     @property
     def homes_LRH(self) -> IntArray:
         """int32 ``[L, R, E/R]``: the logical experts at home on each rank (``home`` layout)."""

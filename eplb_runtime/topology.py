@@ -12,6 +12,10 @@ DEFAULT_INTRA_NODE_BANDWIDTH = 400e9
 DEFAULT_INTER_NODE_BANDWIDTH = 50e9
 
 
+class TopologyError(ValueError):
+    """Ranks and nodes that do not fit together, or a number that is not positive."""
+
+
 @dataclass(frozen=True)
 class Topology:
     """Ranks of one EP group and the links between them. Hashable.
@@ -23,7 +27,7 @@ class Topology:
         inter_node_bandwidth: bytes/s that a rank can send to one of another node (50e9: one 400 Gbit/s NIC a GPU).
 
     Raises:
-        ValueError: a number is not positive, or ``ranks_per_node`` does not divide ``num_ranks``.
+        TopologyError: a number is not positive, or ``ranks_per_node`` does not divide ``num_ranks``.
 
     Example:
         >>> topology = Topology(8, ranks_per_node=4)
@@ -40,19 +44,19 @@ class Topology:
         for name in ("num_ranks", "ranks_per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral):
-                raise ValueError(f"{name}={value!r}: give a whole number")
+                raise TopologyError(f"{name}={value!r}: give a whole number")
         if self.num_ranks < 1:
-            raise ValueError(f"num_ranks is {self.num_ranks}: a topology needs at least one rank")
+            raise TopologyError(f"num_ranks is {self.num_ranks}: a topology needs at least one rank")
         if self.ranks_per_node == 0:
             object.__setattr__(self, "ranks_per_node", self.num_ranks)
         if self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
-            raise ValueError(
+            raise TopologyError(
                 f"ranks_per_node={self.ranks_per_node} does not divide num_ranks={self.num_ranks}: "
                 "every node must hold the same number of ranks"
             )
         for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: give a positive number of bytes/s")
+                raise TopologyError(f"{name}={getattr(self, name)}: give a positive number of bytes/s")
 
     @classmethod
     def from_launcher(

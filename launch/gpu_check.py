@@ -54,45 +54,40 @@ def _check(call: int, name: str, seconds: float, on_cpu: bool = True) -> Stage:
     return Stage(call, name, seconds, (str(Path(__file__).resolve()), "--check", name), on_cpu)
 
 
-def _tests(call: int, name: str, seconds: float, file: str, which: str = "") -> Stage:
+def _tests(call: int, name: str, seconds: float, file: str, which: str = "", folder: str = "gpu") -> Stage:
     # By name, so that one that hangs is known; one line of each that fails or is skipped, after the others' tracebacks.
     chosen = ("-k", which) if which else ()
-    how = ("-v", "-rfEs", f"--timeout={seconds:g}", f"tests/gpu/test_{file}.py", *chosen)
+    how = ("-v", "-rfEs", f"--timeout={seconds:g}", f"tests/{folder}/test_{file}.py", *chosen)
     return Stage(call, name, seconds, ("-m", "pytest", *how))
 
 
-_ONE_RANK = "world_size_1 or known_counts or starts_as_the_whole or between_slots"
-"""Of the training tests; the others take two."""
+_ONE_RANK, _THREE_RANKS, _REPLICAS = "known_counts or between_slots", "three_ranks or anew", "copy_engines"
+"""Of the training tests; the others take two ranks."""
 _BENCH = "eplb_runtime.tools.bench"
 
 STAGES = (
     _check(0, "packages and a compiler", 25),
     _check(0, "rows of a grouped product", 20),
-    _tests(0, "two NCCL ranks", 35, "training_on_cuda", "bytes_cross and nccl"),
+    _tests(0, "two NCCL ranks", 35, "training_on_cuda", "replica_slots"),
     _tests(0, "a kernel of each kind", 35, "kernels_on_cuda", "first_batch or dealt_out"),
     _tests(0, "fixed against moved", 45, "training_on_cuda", "bit_identical and nccl"),
     _tests(0, "memory between ranks", 35, "transports_on_cuda", "cuda_ipc and of_a_pair"),
-    _tests(0, "DeepEP in logical order", 30, "deepep_on_cuda", "logical and 512 and bfloat16"),
+    _tests(0, "DeepEP in logical order", 30, "deepep_on_cuda", "logical_order and 512"),
     _tests(0, "overlap", 35, "training_on_cuda", "beside_training and torch"),
-    _tests(0, "replicas over symmetric memory", 30, "copies_on_cuda"),
-    _tests(1, "kernels against plain torch", 110, "kernels_on_cuda"),
-    _tests(1, "counting and routing", 60, "counting_and_routing"),
+    _tests(0, "replicas over symmetric memory", 30, "training_on_cuda", _REPLICAS),
+    _tests(1, "kernels, counting and routing", 170, "kernels_on_cuda"),
     _tests(1, "expert kernels", 60, "expert_kernels"),
-    _tests(1, "records", 40, "records"),
+    _tests(1, "records", 40, "what_moves", "bit", "unit/moe/experts"),
     _tests(1, "CUDA graphs", 90, "cuda_graphs"),
     _tests(1, "training of one rank", 100, "training_on_cuda", _ONE_RANK),
     _check(1, "sanitized kernels", 100, on_cpu=False),
-    _tests(2, "training", 210, "training_on_cuda", f"not ({_ONE_RANK})"),
+    _tests(2, "training", 210, "training_on_cuda", f"not ({_ONE_RANK} or {_THREE_RANKS} or {_REPLICAS})"),
     _tests(2, "transports", 150, "transports_on_cuda"),
     _tests(2, "DeepEP", 140, "deepep_on_cuda"),
-    _tests(2, "copies", 60, "copies_on_cuda"),
     _tests(3, "two micro-batches at once", 60, "two_batches_on_cuda"),
-    _tests(3, "three ranks", 50, "three_ranks_on_cuda"),
+    _tests(3, "three ranks", 50, "training_on_cuda", _THREE_RANKS),
     _tests(3, "Megatron", 40, "megatron_on_cuda"),
-    *(
-        Stage(3, f"bench {name}", 40, ("-m", f"tests.benchmarks.{name}", "--device", "cuda"))
-        for name in ("kernels", "attached")
-    ),
+    Stage(3, "bench kernels", 40, ("-m", "tests.benchmarks.kernels", "--device", "cuda")),
     # Figures of ranks that share a GPU say nothing but as ratios.
     *(
         Stage(3, name, 40, ("tests/gpu/bench_of_two_ranks.py", name))

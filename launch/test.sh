@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All tests: style and types first, then pytest: those of one process on all cores at once, then those of many ranks, three
-# files at a time, and beside them those of several hosts: they wait for ranks, links and deadlines for much of their
-# time. Files that take long begin first (tests/conftest.py).
+# All tests: style and types first, then pytest in one run, several files at a time, and beside it the tests of several
+# hosts: ranks wait for each other, links and deadlines for much of their time. EPLB_TEST_PROCESSES says how many files at
+# a time (4). Those that take longest begin first, by tests/seconds.json: EPLB_TEST_SECONDS=write measures it anew.
 # Tests that repeat in another shape what a shorter one shows, and mutants of the package, are left out:
 #   bash launch/test.sh --long                     # these, too
 # Other arguments go to pytest:
@@ -40,13 +40,13 @@ fi
 planner_compiled
 say "pytest"
 [ $# = 0 ] || exec .venv/bin/python -m pytest "${of_all[@]}" "$@"
-failed=0
-.venv/bin/python -m pytest "${of_all[@]}" tests/unit --numprocesses auto --dist loadfile --no-loadscope-reorder || failed=$?
 of_hosts=$(mktemp)
 .venv/bin/python -m pytest "${of_all[@]}" tests/multinode >"$of_hosts" 2>&1 &
 hosts=$!
 trap 'kill "$hosts" 2>/dev/null || true; rm -f "$of_hosts"' EXIT
-.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/unit --ignore tests/multinode --numprocesses 3 --dist loadfile --no-loadscope-reorder || failed=$?
+failed=0
+.venv/bin/python -m pytest "${of_all[@]}" tests --ignore tests/multinode --numprocesses "${EPLB_TEST_PROCESSES:-4}" \
+    --dist loadfile --no-loadscope-reorder || failed=$?
 wait "$hosts" || failed=$?
 cat "$of_hosts"
 exit "$failed"

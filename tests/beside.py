@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
+from support import training
+from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
+from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
 
 RANKS, EXPERTS, LAYERS, INTERVAL = 3, 6, 3, 2
@@ -32,20 +34,14 @@ class Job:
         **settings: Any,
     ) -> None:
         self.rank, self.steps, self.losses = rank, 0, []
+        self._alike = {"dtype": dtype, "optimizer": optimizer, "ep_group": ep_group}
         self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, top_k=2).to(dtype)
         if dtype == torch.float64:
             self.model.set_experts_implementation("eager")
         self.optimizer = optimizer(self.model.parameters(), lr=3e-3)
-        moving, copies = "incremental", settings.get("replica_slots")
-        config = config_from_settings(
-            {
-                "interval": INTERVAL,
-                "overlap": overlap,
-                "dense_gradients": "allreduce",
-                **{"timeout_seconds": 15.0, "policy": moving if overlap or copies else "static", **settings},
-            }
-        )
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config, ep_group=ep_group)
+        policy = "incremental" if overlap or settings.get("replica_slots") else "static"
+        settings = {"interval": INTERVAL, "timeout_seconds": 15.0, "policy": policy, **settings}
+        self.balancer = training.attach(self.model, self.optimizer, ep_group=ep_group, overlap=overlap, **settings)
         self.background = self.balancer.rebalancer.overlapped
         self.engine = self.balancer.rebalancer._engine
         if overlap:
@@ -80,8 +76,34 @@ class Job:
                 return
         raise AssertionError("nothing was sent")
 
+    def until_committed_anew(self) -> None:
+        """Train until connections stand, if they broke, and experts have moved again."""
+        heard = self.balancer.events
+        while len(heard.of_type(BalancingPaused)) > len(heard.of_type(BalancingResumed)):
+            self.step()
+        self.until(RebalanceCommitted)
+
+    def causes(self, since: int = 0) -> list[str]:
+        """Of rebalances that came to nothing, but for the first ones."""
+        return [event.cause for event in self.balancer.events.of_type(RebalanceAborted)[since:]]
+
     def state(self) -> dict[str, torch.Tensor]:
         return eplb.logical_state_dict(self.model, self.optimizer)
+
+    def still(self) -> Job:
+        """A job like this one whose experts stay, after as many steps."""
+        still = type(self)(self.rank, overlap=False, **self._alike)
+        while still.steps < self.steps:
+            still.step()
+        return still
+
+    def equals(self, still: Job) -> bool:
+        """End both: whether no bit of losses, weights and optimizer state differs."""
+        there = {name: tensor for name, tensor in self.state().items() if "/average" not in name}
+        equal = self.losses == still.losses and same(there, still.state())
+        self.balancer.close()
+        still.balancer.close()
+        return equal
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +17,8 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-LONGEST_FIRST = (
-    "test_verify_misuse",
-    "test_verify",
-    "test_checkpoint",
-    "test_verify_and_benches",
-    "test_examples",
-    "test_megatron_rows",
-    "test_fully_shard",
-    "test_changed_after_attach",
-    "test_rollout_phases",
-    "test_pipelining",
-    "test_export",
-    "test_loops",
-    "test_checkpoint_folder",
-    "test_votes_in_doubt",
-    "test_any_module",
-    "test_megatron_newer",
-    "test_migration_beside_training",
-    "test_faults",
-    "test_planner_process",
-    "test_stops_and_kills_beside_training",
-    "test_bits",
-    "test_demo",
-    "test_setting_up",
-    "test_kernels",
-    "test_static_policies",
-)
-"""Files whose tests take longest: they begin first, so that no worker waits at the end for another's long file."""
+SECONDS = Path(__file__).with_name("seconds.json")
+"""Seconds that the tests of a file took, where these are some: measured with ``EPLB_TEST_SECONDS=write``."""
 
 settings.register_profile("no clock", deadline=None)  # machines are busy; no test asserts how long something takes
 settings.load_profile("no clock")
@@ -57,9 +34,27 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Our command with these words; the one line with which it refuses them, and exit status 2."""
+    from eplb_runtime.cli import main
+
+    def run(*words: str | Path) -> str:
+        try:
+            status = main([*map(str, words)])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        said = capsys.readouterr()
+        assert status == 2 and said.out == "" and said.err.count("\n") == 1, said
+        return said.err
+
+    return run
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    """Files that take longest begin first, so that no process waits at the end for another's long file."""
+    seconds = json.loads(SECONDS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -70,3 +65,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     for reason, number in reasons.most_common():
         terminalreporter.write_line(f"skipped {number}: {reason}")
+    if os.environ.get("EPLB_TEST_SECONDS") == "write" and terminalreporter.config.getoption("numprocesses", None):
+        took: Counter[str] = Counter()
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                took[Path(report.fspath).stem] += report.duration
+        longest = {name: round(seconds) for name, seconds in took.most_common() if seconds >= 2}
+        SECONDS.write_text(json.dumps(longest, indent=0) + "\n")

@@ -1,5 +1,5 @@
-"""Imported last by the process that ranks are forked from: a rank's collector leaves alone what is there by then, which
-was four tenths of what a rank did.
+"""Imported last by the process that ranks are forked from: what numba would load in each of them, for seconds; and a
+rank's collector leaves alone what is there by then, which was four tenths of what a rank did.
 
 The interpreter counts frozen objects one by one, half a million of them at each call: a tenth of what a rank did. So
 the count is kept until something is frozen or thawed. And they stay frozen where a rank has frozen nothing itself: a
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+from eplb_runtime.balancer.planner_process import compile_planner
 from eplb_runtime.utils.jit import cache_folder
 
 _count = gc.get_freeze_count
@@ -40,6 +41,7 @@ def _thaw_what_was_frozen_here() -> None:
 
 gc.freeze, gc.unfreeze = _freeze_also, _thaw_what_was_frozen_here
 gc.get_freeze_count = _count_once
+compile_planner()  # nothing of it runs in threads, which would not survive a fork
 cache_folder()  # reads all sources of the package, and keeps of when they are
 gc.collect()
 gc.freeze()

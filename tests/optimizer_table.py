@@ -184,7 +184,7 @@ def outcome(rank: int, package: str, name: str) -> Outcome:
         return Outcome("refused", _line(error))
     except Exception as error:
         return Outcome("not run", _line(error))
-    stays = [line for line in said if "experts stay where they are" in line]
+    stays = [line for line in said if "OptimizerStateError" in line]
     if stays:
         return Outcome("stays", stays[0])
     static, _, _ = train(rank, package, name, move=False)

@@ -8,17 +8,15 @@ from hypothesis import strategies as st
 from eplb_runtime.placement import EMPTY, Placement
 
 
-@st.composite
-def home_placements(draw: st.DrawFn) -> Placement:
-    """A placement in the home layout, some replica slots empty."""
-    layers, ranks, homes, replicas = draw(shapes())
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    share_empty = draw(st.sampled_from([0.0, 0.3, 1.0]))
+def some_homes(
+    rng: np.random.Generator, layers: int, ranks: int, homes: int, replicas: int, share_empty: float = 0.3
+) -> Placement:
+    """Homes anywhere, the same number on each rank, or in logical order; this share of replica slots is empty."""
     experts, slots = ranks * homes, homes + replicas
     map_ = np.full((layers, ranks, slots), EMPTY)
     home = np.empty((layers, experts), dtype=np.int64)
     for layer in range(layers):
-        order = np.arange(experts) if draw(st.booleans()) else rng.permutation(experts)
+        order = np.arange(experts) if rng.random() < 0.2 else rng.permutation(experts)
         map_[layer, :, :homes] = order.reshape(ranks, homes)
         at = np.arange(experts)
         home[layer, order] = at // homes * slots + at % homes
@@ -26,7 +24,13 @@ def home_placements(draw: st.DrawFn) -> Placement:
             elsewhere = rng.permutation(np.setdiff1d(order, map_[layer, rank, :homes]))[:replicas]
             filled = rng.random(len(elsewhere)) >= share_empty
             map_[layer, rank, homes : homes + len(elsewhere)] = np.where(filled, elsewhere, EMPTY)
-    return Placement(map_.reshape(layers, -1), experts, ranks, home, epoch=draw(st.integers(0, 10**6)))
+    return Placement(map_.reshape(layers, -1), experts, ranks, home)
+
+
+@st.composite
+def home_placements(draw: st.DrawFn) -> Placement:
+    rng, empty = np.random.default_rng(draw(st.integers(0, 2**32 - 1))), draw(st.sampled_from([0.0, 0.3, 1.0]))
+    return some_homes(rng, *draw(shapes()), empty).with_epoch(draw(st.integers(0, 10**6)))
 
 
 @st.composite

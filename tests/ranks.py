@@ -12,6 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import connection, forkserver
@@ -89,7 +90,8 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as folder:
         of_all = (world_size, store.port, folder, backend, function, args, FINISH_SECONDS)
-        processes = start(_rank_main, [(rank, *of_all) for rank in range(world_size)], server)
+        with patch.dict(os.environ, environment):  # those that are spawned take it from here
+            processes = start(_rank_main, [(rank, *of_all) for rank in range(world_size)], server)
         try:
             stuck = join(processes, Path(folder), expect_exit)
         finally:  # also where the test's own time is over: they would go on using what the next test needs
@@ -161,7 +163,7 @@ def _failed(folder: Path, rank: int) -> bool:
 def server_for(module: str, environment: Mapping[str, str]) -> forkserver.ForkServer:
     """What ranks are forked from whose function is of this module."""
     begins = max((name for name in PRELOAD_OF if module.startswith(name)), key=len, default=None)
-    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, "compiled", "frozen"), tuple(environment.items()))
+    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, "frozen"), tuple(environment.items()))
 
 
 @cache
@@ -249,5 +251,6 @@ def _rank_main(
     torch.save(outcome, partial)
     partial.rename(Path(folder) / f"{rank}.pt")
     if outcome[0] is None:
-        dist.barrier()
+        with suppress(RuntimeError):  # one was killed
+            dist.barrier()
     os._exit(0)

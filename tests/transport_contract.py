@@ -21,7 +21,7 @@ from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 
 RANKS = 3
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 Case = Callable[[int, Transport], None]
 
 
@@ -131,7 +131,7 @@ def empty_messages_between_others(rank: int, transport: Transport) -> None:
 
 
 def many_small_messages(rank: int, transport: Transport) -> None:
-    exchange_with_all(rank, transport, others(rank), [48] * 500)
+    exchange_with_all(rank, transport, others(rank), [48] * 300)
 
 
 def messages_to_itself(rank: int, transport: Transport) -> None:

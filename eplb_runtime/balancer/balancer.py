@@ -77,7 +77,7 @@ class _OpenStream(LoopHooks):
     def end(self, what: str) -> None:
         stream, self.stream = self.stream() if self.stream is not None else None, None
         if stream is not None:
-            stream.close(f"it went on to {what} with its stream of weights open")
+            stream.close(f"it called {what} while its stream of weights was open")
 
     def before_reduce(self) -> None:
         self.end("optimizer.step()")
@@ -240,7 +240,7 @@ class Balancer:
             why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
         if self.rebalancer.has_planned_ahead:
-            raise RuntimeError("declare() after plan_ahead(), whose decision rebalance() acts on: call it before")
+            raise RuntimeError("declare() after plan_ahead(), which has planned already: call declare() first")
         sizes = self.placement.num_layers, self.placement.num_experts
         self.rebalancer.declared = checked_declaration(load, *sizes)
 
@@ -403,7 +403,7 @@ class Balancer:
         three and the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
         self.loop.require("gather_experts()")
         if not has_memory(rows):
-            raise RuntimeError("gather_experts() of rows whose memory is freed: load them first")
+            raise RuntimeError("gather_experts(): the experts' memory is freed; load the weights first")
         homes_LRH = self.placement.homes_over(len(self.runtime.job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self.runtime.groups, device)
 

@@ -28,13 +28,13 @@ from ..events import LoadMeasured, RebalancePlanned
 from ..load.clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..load.counter import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
-from ..placement import Placement, PlacementError
+from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
 from ..planner.track_record import JUDGED, TrackRecord
 from ..utils.spans import phase
-from .guard import Guard, Sample, SampleComparison
+from .guard import Guard, Sample
 from .planner_process import PlannerLost, PlannerProcess
 from .runtime import Runtime
 
@@ -59,7 +59,6 @@ class Decision:
         planned: the event of the plan, as rank 0 sent it; its step is 0.
         measured: the event of the load that the decision started from; None: it failed before.
         finding: a mistake that the guard has found; empty: none.
-        stays: reason for which a plan is not carried out; empty: it is, or there is none.
     """
 
     target: Placement | None = None
@@ -67,7 +66,6 @@ class Decision:
     planned: RebalancePlanned | None = None
     measured: LoadMeasured | None = None
     finding: str = ""
-    stays: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,9 +207,9 @@ class PlanMaker:
 
     def place_anew(
         self, load: NDArray[np.int64], current: Placement, group: dist.ProcessGroup, agreement: Agreement
-    ) -> tuple[Placement, RebalancePlanned]:
-        """Plan a placement of the sizes of ``current`` for a load, int64 ``[T, L, E]``, from scratch. Collective.
-        Raises PlacementError: there is none; RuntimeError: a rank did not arrive within the group's timeout."""
+    ) -> tuple[Sent, str]:
+        """Plan a placement of the sizes of ``current`` for a load, int64 ``[T, L, E]``, from scratch; returns it, and
+        why ranks do not have the same. Collective. RuntimeError: a rank did not arrive in time."""
 
         def ask() -> bytes:
             if self.process is not None:
@@ -230,9 +228,7 @@ class PlanMaker:
         verdict = agreement.check_equal(sent.digest, "plan")
         if verdict.connections_broken:
             raise ConnectionLost(verdict.cause)
-        if sent.target is None or sent.planned is None or not verdict.commit:
-            raise PlacementError(f"no placement could be made for the saved load: {verdict.cause or sent.failure}")
-        return sent.target, sent.planned
+        return sent, verdict.cause
 
     def steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
         """Return the training steps that buckets ``[T, L, E]`` cover."""
@@ -326,12 +322,12 @@ class PlanMaker:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=group)
         return buffer
 
-    def read(self, message: bytearray, current: Placement) -> _Sent:
+    def read(self, message: bytearray, current: Placement) -> Sent:
         """Return the plan that rank 0 has sent; its digest is zeros where the bytes are no plan."""
         try:
             fields = json.loads(message)
             if failure := fields.get("failure", ""):
-                return _Sent(b"f" * 16, failure)
+                return Sent(b"f" * 16, failure)
             planned = RebalancePlanned(0, **fields["planned"])
             if planned.by_layer is not None:
                 planned = replace(planned, by_layer=np.array(planned.by_layer, dtype=np.float64))
@@ -340,12 +336,12 @@ class PlanMaker:
                 target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
         except ValueError as error:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
-            return _Sent(bytes(16))
+            return Sent(bytes(16))
         self.saved_track_record = fields["track_record"]
-        return _Sent(b"s" * 16 if target is None else bytes.fromhex(target.digest()), "", planned, target)
+        return Sent(b"s" * 16 if target is None else bytes.fromhex(target.digest()), "", planned, target)
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
     """Message of rank 0: why there is no plan, or the plan, and where experts go (None: they stay)."""
 
     digest: bytes
@@ -376,14 +372,14 @@ def decide(
     probe(Phase.DECIDING, key)
     with phase("decision: add up load", epoch=epoch):
         total = maker.add_up(measurement, group)
-    comparison = SampleComparison() if measurement.sample is None else guard.compare(measurement.sample, group)
+    finding = "" if measurement.sample is None else guard.compare(measurement.sample, group)
     try:
         declared = summed(measurement.declared, total.shape[1:], group)
     except DeclaredLoadError as error:
-        return Decision(failure=str(error), finding=comparison.finding)
+        return Decision(failure=str(error), finding=finding)
     if not total.any() and declared is None:
         steps = maker.steps_of(total, measurement)
-        return Decision(failure=f"no token was counted in the last {steps} steps", finding=comparison.finding)
+        return Decision(failure=f"no token was counted in the last {steps} steps", finding=finding)
     home_bytes, token_bytes = maxima(torch.tensor([measurement.home_bytes, measurement.token_bytes]), group).tolist()
     measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
     measured, problem = None, ""
@@ -393,7 +389,7 @@ def decide(
         problem = _failed_here(error)
     with phase("decision: plan", epoch=epoch):
         message = maker.broadcast(partial(maker.plan, measurement, total), group)
-    sent = _Sent(bytes(16))
+    sent = Sent(bytes(16))
     try:
         probe(Phase.PLANNED, message)
         sent = maker.read(message, measurement.placement)
@@ -406,13 +402,8 @@ def decide(
             verdict = agreement.record(key, verdict)
     if verdict.connections_broken:
         raise ConnectionLost(verdict.cause)
-    made = Decision(None, verdict.cause or sent.failure, sent.planned, measured, comparison.finding)
-    if made.failure or sent.target is None:
-        return made
-    if comparison.stays:
-        stays = RebalancePlanned(0, epoch + 1, 0, "stay", comparison.stays, 0.0, 0.0, 0.0)
-        return replace(made, planned=stays, stays=comparison.stays)
-    return replace(made, target=sent.target)
+    failure = verdict.cause or sent.failure
+    return Decision(None if failure else sent.target, failure, sent.planned, measured, finding)
 
 
 def _failed_here(error: Exception) -> str:

@@ -71,24 +71,23 @@ def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved:
         moved()
     before = rebalancer.placement()
     sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
+
+    def back() -> None:
+        barrier()
+        _go(rebalancer, before, moved, "experts are back from logical order")
+
     rebalancer.quiesced += 1
     try:
         _go(rebalancer, Placement.initial(*sizes), moved, "experts are in logical order")
-        failed = False
         try:
             yield
         except BaseException:
-            failed = True
-            raise
-        finally:
             try:
-                barrier()
-                _go(rebalancer, before, moved, "experts are back from logical order")
-            except RuntimeError as error:
-                if not failed:
-                    raise
-                # What the body raised must not be hidden; experts are in one place on all ranks either way.
-                logger.error("%s; they are in placement epoch %d", error, rebalancer.placement().epoch)
+                back()
+            except RuntimeError as error:  # what the body raised must not be hidden
+                logger.error("%s; experts are in placement epoch %d", error, rebalancer.placement().epoch)
+            raise
+        back()
     finally:
         rebalancer.quiesced -= 1
 

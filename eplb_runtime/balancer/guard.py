@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,39 +60,21 @@ class GuardError(RuntimeError):
     """Something in this job makes training wrong; the message says what, on which ranks, and how to mend it."""
 
 
-class SampleComparison(NamedTuple):
-    """A mistake, and a reason why experts must stay where they are; empty: none. The same on every rank."""
-
-    finding: str = ""
-    stays: str = ""
-
-
-class Digest(NamedTuple):
-    """A rank's sample as other ranks receive it.
-
-    Args:
-        problem, stays: of this rank alone, as in `SampleComparison`.
-        facts: a hash of each of `FACTS`; of the first ones alone where weights have no memory.
-    """
-
-    problem: str = ""
-    stays: str = ""
-    facts: Sequence[int] = ()
-
-
 @dataclass(frozen=True)
 class Sample:
     """A sample of one rank.
 
     Args:
         what: ``"weights"`` or ``"gradients"``.
-        digest: without the numbers that are in transfer.
+        problem: a mistake on this rank; empty: none.
+        facts: a hash of each of `FACTS` but those about tensors.
         names: of the tensors of each fact about tensors.
         numbers: int64, sums of all bits of these tensors; None: weights have no memory.
     """
 
     what: str
-    digest: Digest
+    problem: str
+    facts: Sequence[int]
     names: Sequence[Sequence[str]] = ((), ())
     numbers: HostCopy | None = None
 
@@ -103,12 +84,9 @@ class Sample:
         return [dict(zip(names, numbers, strict=False)) for names in self.names]
 
     def encode(self) -> bytes:
-        """The whole digest as JSON."""
-        digest = self.digest
-        if self.numbers is not None:
-            facts = [*digest.facts, *(_hash(list(sums.values())) for sums in self.sums())]
-            digest = digest._replace(facts=facts)
-        return json.dumps(digest).encode()
+        """The problem and all facts, as other ranks receive them."""
+        of_tensors = [] if self.numbers is None else [_hash(list(sums.values())) for sums in self.sums()]
+        return json.dumps([self.problem, [*self.facts, *of_tensors]]).encode()
 
 
 class Guard:
@@ -148,20 +126,19 @@ class Guard:
         self._late_problem = self._late_problem or problem
         self._steps += 1
 
-    def sample(self, stays: str) -> Sample | None:
-        """Take the sample that a decision compares while training goes on; None: the guard is off. ``stays`` says why
-        no expert can move from this rank."""
+    def sample(self) -> Sample | None:
+        """Take the sample that a decision compares while training goes on; None: the guard is off."""
         if self._mode == "off" or not self._tensors.optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
         if names := [name for name in self._runtime.model_check.experts if name in self._not_counted]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.report(
-                "",
                 "call train() on the whole model (frozen parameters stay frozen): MoE layers in evaluation mode, while "
                 f"others train, have no load to place experts by: {names[0]}{more}",
+                is_notice=True,
             )
-        return self.take("weights", problem, stays)
+        return self.take("weights", problem)
 
     def uncounted(self) -> str:
         """Say why no token of a step that is over was counted; empty: some were, or none need be. A rank may have no
@@ -185,15 +162,14 @@ class Guard:
             f"in step {self._loop.step + 1} in evaluation mode, and no token was counted"
         )
 
-    def take(self, what: str, problem: str = "", stays: str = "") -> Sample:
+    def take(self, what: str, problem: str = "") -> Sample:
         """Sum the bits of tensors that other ranks share; nothing is waited for."""
         job = self._groups.job
         trained = [parameter.requires_grad for parameter in (*self._tensors.dense.values(), *self._experts.values())]
         facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]
         problem = problem or why_misplaced(self._experts, self._tensors.optimizers)
-        if what == "weights" and (name := self._tensors.memory.name_of_freed()):
-            stays = f"load weights ahead of decisions: {name} has no memory now, and experts stay where they are"
-            return Sample(what, Digest(problem, stays, facts))
+        if what == "weights" and self._tensors.memory.name_of_freed():
+            return Sample(what, problem, facts)
         dense = _whole(self._tensors.dense) if len(job.data_ranks) > 1 else {}
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
         twins = twins | (self._states(twins) if what == "weights" else {})
@@ -202,7 +178,7 @@ class Guard:
             gradients = [None if one is None else one.grad for one in shared]
             shared = [one if one is not None and one.layout is torch.strided else None for one in gradients]
         sums = HostCopy(bit_sums(shared, self._runtime.device))
-        return Sample(what, Digest(problem, stays, facts), (tuple(dense), tuple(twins)), sums)
+        return Sample(what, problem, facts, (tuple(dense), tuple(twins)), sums)
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""
@@ -215,18 +191,18 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == parameter.shape and not isinstance(value, DTensor)
         }
 
-    def compare(self, sample: Sample, group: dist.ProcessGroup) -> SampleComparison:
-        """Exchange samples over a group, on any thread, and find what is wrong; the same on every rank. Collective."""
+    def compare(self, sample: Sample, group: dist.ProcessGroup) -> str:
+        """Exchange samples over a group, on any thread; returns what is wrong, or "", the same on every rank.
+        Collective."""
         rows = gather_bytes(sample.encode(), group)
-        seen = {r: Digest(*json.loads(row)) for r, row in zip(dist.get_process_group_ranks(group), rows, strict=True)}
-        finding = next((f"{one.problem} (rank {rank})" for rank, one in seen.items() if one.problem), "")
-        stays = next((f"{one.stays} (rank {rank})" for rank, one in seen.items() if one.stays), "")
-        return SampleComparison(finding or self._different(sample, seen, group), stays)
+        said = dict(zip(dist.get_process_group_ranks(group), map(json.loads, rows), strict=True))
+        finding = next((f"{problem} (rank {rank})" for rank, (problem, _) in said.items() if problem), "")
+        return finding or self._different(sample, {rank: facts for rank, (_, facts) in said.items()}, group)
 
-    def _different(self, sample: Sample, seen: Mapping[int, Digest], group: dist.ProcessGroup) -> str:
+    def _different(self, sample: Sample, seen: Mapping[int, Sequence[int]], group: dist.ProcessGroup) -> str:
         """Find ranks that do not have the same `FACTS`; the same on every rank. Collective where there are some."""
         for kind, (what, sets, mend) in enumerate(FACTS):
-            known = {rank: one.facts[kind] for rank, one in seen.items() if kind < len(one.facts)}
+            known = {rank: facts[kind] for rank, facts in seen.items() if kind < len(facts)}
             for together in getattr(self._groups.job, sets):
                 here = [rank for rank in together if rank in known]
                 odd = deviating(known, here)
@@ -240,12 +216,10 @@ class Guard:
                     return f"{mend}: the {what} on rank {listed} differ from rank {here[0]}'s"
         return ""
 
-    def report(self, finding: str, *notices: str) -> None:
-        """Raise or warn of a finding as the mode says; notices are only logged. Each line is said once."""
-        for notice in filter(self._is_news, notices):
-            logger.warning("%s", notice)
+    def report(self, finding: str, *, is_notice: bool = False) -> None:
+        """Raise or warn of a finding as the mode says; a notice is only logged. Each line is said once."""
         if self._is_news(finding):
-            if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
+            if not is_notice and (self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS)):
                 raise GuardError(finding)
             logger.warning("%s", finding)
 
@@ -313,7 +287,7 @@ class FirstSteps(LoopHooks):
         deadline = time.monotonic() + groups.timeout_seconds
         try:
             groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
-            finding = self._run(lambda: self._guard.compare(sample, groups.control).finding)
+            finding = self._run(lambda group, _: self._guard.compare(sample, group))
         except RuntimeError as error:
             missing = list(groups.job.ranks)
             with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
@@ -323,7 +297,7 @@ class FirstSteps(LoopHooks):
                         limit = f"within {groups.timeout_seconds:g} s, which is collective"
                         return self._guard.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
                     time.sleep(_POLL_SECONDS)
-            return logger.info("the ranks could not compare what they see at %s: %s", where, error)
+            return logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self._guard.report(finding)
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..moe.experts.slices import has_divide_factor
-
 _ELEMENTS = 1024
 """Elements of a tensor, about, that tell whether an optimizer has written it."""
 
@@ -37,14 +35,19 @@ class ModelCheck:
     ) -> None:
         self.models = dict(models)
         self._replaced = dict(replaced)
-        self._experts = list(experts)
+        self.experts = {name: module for name, module, _ in experts}
+        """The experts module of each MoE layer, by name, in the order of layers."""
+        modules = [module for model in self.models.values() for module in model.modules()]
         parameters = [p for model in self.models.values() for p in model.parameters()]
-        # FSDP2 puts other tensors into a module while it computes.
         self.is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        self._divided = {name for name, module, _ in experts if has_divide_factor(module)}  # a host may want it
-        self._held = [] if self.is_sharded else [_held(module, key) for _, module, keys in experts for key in keys]
-        self._known = {id(parameter) for parameter in parameters}
-        self._fsdp = [one for model in self.models.values() for one in model.modules() if isinstance(one, FSDPModule)]
+        self._known = set(map(id, parameters))
+        self._fsdp = [module for module in modules if isinstance(module, FSDPModule)]
+        self._held: list[tuple[str, nn.Module, str, nn.Parameter | None]] = []
+        for name, module, keys in () if self.is_sharded else experts:  # FSDP2 puts others there while it computes
+            for key in keys:
+                inside, _, own = key.rpartition(".")
+                inner = module.get_submodule(inside)
+                self._held.append((f"{name}.{key}", inner, own, inner._parameters[own]))
         self._of_this_rank: set[int] = set()
         self.seen_in_ddp = False
 
@@ -58,20 +61,15 @@ class ModelCheck:
             names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
 
-    @property
-    def experts(self) -> dict[str, nn.Module]:
-        """The experts module of each MoE layer, by name, in the order of layers."""
-        return {name: module for name, module, _ in self._experts}
-
-    def know(self, parameters: Sequence[Tensor]) -> None:
+    def know(self, parameters: Iterable[Tensor]) -> None:
         """Add parameters that are trained and averaged, too."""
         self._known.update(map(id, parameters))
 
     def replaced(self) -> dict[str, Tensor]:
         """Parameters that attach has replaced and that somebody still references, by name."""
-        found = {name: parameter() for name, parameter in self._replaced.items()}
-        self._replaced = {name: self._replaced[name] for name, parameter in found.items() if parameter is not None}
-        return {name: parameter for name, parameter in found.items() if parameter is not None}
+        found = {name: parameter for name, ref in self._replaced.items() if (parameter := ref()) is not None}
+        self._replaced = {name: self._replaced[name] for name in found}
+        return found
 
     def keep_slices(self) -> None:
         """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
@@ -79,78 +77,32 @@ class ModelCheck:
             module.reshard()
 
     def check(self, *, thoroughly: bool) -> None:
-        """Check that nothing has changed; cheap enough for each forward.
-
-        Args:
-            thoroughly: walk through the whole model.
-
-        Raises:
-            StructureError: something has.
-        """
-        for module, key, parameter in self._held:
-            if module._parameters.get(key) is not parameter:
-                self._raise_replaced(module, key)
+        """Check that nothing has changed; cheap enough for each forward. ``thoroughly``: walk through the whole model.
+        Raises StructureError: something has."""
+        for name, module, own, parameter in self._held:
+            if module._parameters.get(own) is not parameter:
+                raise StructureError(
+                    f"{name} was replaced after attach: do that first (shard_experts and fully_shard, adapters), then "
+                    "make the optimizer and attach; for an evaluation copy other weights into the parameters"
+                )
         wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
         self.seen_in_ddp |= wrapped is not None
         if wrapped is not None and wrapped.process_group.size() > 1:
-            self._check_wrapped({id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)})
-        if thoroughly and not self.is_sharded:
-            for prefix, model in self.models.items():
-                self._check_tree(prefix, model)
-        if thoroughly and self.is_sharded:
-            for name, experts, _ in self._experts:
-                if name not in self._divided and has_divide_factor(experts):
+            shared = {id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)}
+            if not shared.isdisjoint(self._of_this_rank | set(map(id, self.replaced().values()))):
+                raise StructureError(
+                    "DistributedDataParallel averages parameters from before attach, or experts, of which each rank "
+                    "has others: attach first, then wrap the very module that was attached, and call "
+                    "balancer.register before; or set dense_gradients='allreduce'"
+                )
+        for prefix, model in self.models.items() if thoroughly and not self.is_sharded else ():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
                     raise StructureError(
-                        f"set_gradient_divide_factor was called on {name} after attach: gradients of experts are "
-                        "divided for FSDP's own average over EDP; leave it out"
+                        f"{prefix}{name} was added after attach and is trained, but no optimizer that the balancer "
+                        "knows holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
+                        "balancer.adopt(optimizer)"
                     )
-
-    def _check_wrapped(self, shared: Collection[int]) -> None:
-        if any(id(parameter) in shared for parameter in self.replaced().values()):
-            raise StructureError(
-                "DistributedDataParallel was put around the model before attach, and averages parameters that it no "
-                "longer has: attach first, then wrap it"
-            )
-        if not self._of_this_rank.isdisjoint(shared):
-            raise StructureError(
-                "DistributedDataParallel broadcasts or averages experts, of which each rank has others: wrap the very "
-                "module that was attached, and call balancer.register before; or set dense_gradients='allreduce'"
-            )
-
-    def _raise_replaced(self, module: nn.Module, key: str) -> None:
-        name = next(name for name, other, _ in self._experts if any(module is inner for inner in other.modules()))
-        if isinstance(module._parameters.get(key), DTensor):
-            raise StructureError(
-                f"{name}.{key} was sharded after attach (fully_shard): call eplb_runtime.shard_experts(model) and "
-                "fully_shard first, then make the optimizer and attach"
-            )
-        raise StructureError(
-            f"{name}.{key} was replaced after attach: do that first, then attach (in torch.func.functional_call, or in "
-            "an evaluation with other weights, with replica slots: copy them into the parameters)"
-        )
-
-    def _check_tree(self, prefix: str, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        for name, experts, _ in self._experts:
-            if name.startswith(prefix) and modules.get(name.removeprefix(prefix), experts) is not experts:
-                raise StructureError(
-                    f"a {type(modules[name.removeprefix(prefix)]).__name__} was put around {name} after attach "
-                    "(adapters?): put it there first, then make the optimizer and attach"
-                )
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._known:
-                raise StructureError(
-                    f"{prefix}{name} was added after attach and is trained, but no optimizer that the balancer knows "
-                    "holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
-                    "balancer.adopt(optimizer)"
-                )
-
-
-def _held(experts: nn.Module, key: str) -> tuple[nn.Module, str, nn.Parameter | None]:
-    """Module that holds a parameter, the parameter's name in it, and the parameter."""
-    inside, _, own_name = key.rpartition(".")
-    module = experts.get_submodule(inside)
-    return module, own_name, module._parameters[own_name]
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ class Phases:
         self._events = events
         self._loop = loop
         self._since = 0.0
-        self._state: frozenset[tuple[int, str]] | None = None
         self._is_without_replicas = False
 
     def suspend(self) -> int:
@@ -51,7 +50,6 @@ class Phases:
             return 0
         if self._rebalancer.finish():
             self._loop.on_moved()
-        self._state = self._names_of_state()
         self._loop.suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()
         if replicas is not None:
@@ -66,7 +64,7 @@ class Phases:
         """`Balancer.resume`. Returns whether replicas are to be refreshed, which all ranks do."""
         problem, replicas = "", self._runtime.maps.replicas
         if self._loop.suspended:
-            problem = self._memory.why_freed() or self._why_state_lacks() or self._take_replicas()
+            problem = self._memory.why_freed() or self._runtime.registry.why_state_lacks() or self._take_replicas()
         said = self._agreed_to_resume("resume()", problem)
         if said:
             self._free_replicas()
@@ -79,7 +77,7 @@ class Phases:
             problem = f"no memory to stage experts: {one_line(error)}"
         said = self._agreed_to_resume(STAGING, problem)
         self._loop.suspended, seconds = False, time.perf_counter() - self._since
-        self._rebalancer.exclude(seconds)
+        self._rebalancer.clock.exclude(seconds)
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
         if said:
             step, epoch = self._rebalancer.step, self._rebalancer.placement().epoch
@@ -133,29 +131,6 @@ class Phases:
         replicas = self._runtime.maps.replicas
         if self._loop.suspended and replicas is not None and not self._memory.why_freed():
             replicas.free()
-
-    def _names_of_state(self) -> frozenset[tuple[int, str]] | None:
-        """Layers and names of the optimizer's state of experts that is there; None: it cannot be read now."""
-        registry = self._runtime.registry
-        try:
-            return frozenset(
-                (layer, tensor.name)
-                for layer in registry.layers
-                for tensor in registry.of_home(layer)
-                if tensor.kind == "optimizer_state"
-            )
-        except Exception as error:
-            logger.debug("the optimizer's state cannot be read: %s", one_line(error))
-            return None
-
-    def _why_state_lacks(self) -> str:
-        """Name optimizer state that was there before and is not now: put back later, it would be that of other experts
-        once these have moved."""
-        before, now = self._state, self._names_of_state()
-        if before is not None and now is not None and (missing := min(before - now, default=None)):
-            layer, name = missing
-            return f"{name} of MoE layer {layer} is not in the optimizer's state any more: load it before resume()"
-        return ""
 
     def _agreed(self, what: str, problem: str) -> str:
         """Wait for all ranks, by the launcher's store alone; returns the problem of a rank, or ""."""

@@ -25,24 +25,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.ballot import Verdict
-from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel
+from ..distributed.consensus import Verdict
+from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
 from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
-from ..load.clock import REST_STEPS, SAMPLED_STEPS, Progress, StepClock
+from ..load.clock import REST_STEPS, SAMPLED_STEPS, StepClock
 from ..load.counter import HostCopy
 from ..migration.between_steps import migrate_between_steps
 from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import Overlapped
 from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
-from ..placement import Placement
+from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
 from ..utils.spans import phase
 from .decision import Decision, Measurement, PlanMaker, decide
-from .gradients.reduction import why_rows_stay
 from .guard import Guard
 from .loop_state import LoopHooks, LoopState
 from .planner_process import compile_split
@@ -52,6 +51,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("eplb_runtime")
 
+Layers = tuple[int, ...]
 AHEAD = sys.maxsize
 """Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.now` alone."""
 
@@ -78,70 +78,54 @@ class Rebalancer(LoopHooks):
     Attributes:
         quiesced: nothing migrates while it is positive.
         declared: declared load for the next decision; None: it is forecast.
+        clock: of training steps.
         control: the channel to the other ranks.
         decisions: what decisions are made from.
     """
 
     def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog, loop: LoopState) -> None:
         config, groups = runtime.config, runtime.groups
-        self._runtime = runtime
+        self._runtime, self._config, self._groups = runtime, config, groups
+        self._loop, self._events, self._guard = loop, events, guard
+        self._counter, self._expert_clock = runtime.counter, runtime.expert_clock
+        self._registry, self._maps = runtime.registry, runtime.maps
         self._placement = self._target = self._initial = runtime.placement
         self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
-        self._loop = loop
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
-        self._events = events
-        self._config, self._groups = config, groups
-        self._counter = runtime.counter
-        self._expert_clock = runtime.expert_clock
-        self._next_sampled = 0
-        self._guard = guard
-        self._registry = runtime.registry
-        self._maps = runtime.maps
-        self._restores = 0
-        self._attempts = 0
-        self._known_home_bytes = 0
-        self._boundaries = 0
+        self._restores = self._attempts = self._boundaries = self._next_sampled = self._known_home_bytes = 0
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds = 0.0
         self._reported = self._placement
         self._earlier: list[tuple[int, Placement]] = []
         self.control = ControlChannel(groups, self._make_transport, partial(use_device, runtime.device), self._at_point)
-        self._engine = self._new_engine(transport)
-        self._clock = StepClock(self._engine.rehearse(runtime.placement))
+        job, staging = groups.job, config.migration.staging_bytes
+        self._engine = MigrationEngine(
+            runtime.registry,
+            transport,
+            self.control.agreement,
+            runtime.placement.home_rows(job.row_division, job.state_holders),
+            job.migration_rank,
+            staging,
+            config.timeout_seconds,
+        )
+        self._engine.bytes_per_step = min(config.migration.bytes_per_step or staging, staging)
+        self.clock = StepClock(self._engine.rehearse(runtime.placement))
         if config.replica_slots:
             compile_split()
         self.decisions = PlanMaker(runtime)
-        self.overlapped = self._new_overlapped()
-        self._overlaps = config.overlap
-
-    def _new_engine(self, transport: Transport) -> MigrationEngine:
-        job = self._groups.job
-        engine = MigrationEngine(
-            self._registry,
-            transport,
-            self.control.agreement,
-            self._placement.home_rows(job.row_division, job.state_holders),
-            job.migration_rank,
-            self._config.migration.staging_bytes,
-            self._config.timeout_seconds,
-        )
-        staging = self._config.migration.staging_bytes
-        engine.bytes_per_step = min(self._config.migration.bytes_per_step or staging, staging)
-        return engine
-
-    def _new_overlapped(self) -> Overlapped:
-        return Overlapped(
+        self.overlapped = Overlapped(
             self._engine,
             self.control.agreement,
             self.control.worker,
-            registry=self._registry,
-            maps=self._maps,
-            timeout_seconds=self._config.timeout_seconds,
-            link_seconds_per_byte=1.0 / max(self._runtime.topology.slowest_bandwidth, 1.0),
-            max_pause_seconds=self._config.migration.max_pause_seconds,
+            registry=runtime.registry,
+            maps=runtime.maps,
+            timeout_seconds=config.timeout_seconds,
+            link_seconds_per_byte=1.0 / max(runtime.topology.slowest_bandwidth, 1.0),
+            max_pause_seconds=config.migration.max_pause_seconds,
         )
+        self._overlaps = config.overlap
 
     def placement(self) -> Placement:
         """Return the current placement; its ``epoch`` counts commits. While a migration is in flight this waits for the
@@ -167,7 +151,7 @@ class Rebalancer(LoopHooks):
         """Begin a step's clock with its first forward in training where rollouts lie between steps."""
         self.refuse_if_broken()
         self.overlapped.forward_begins()
-        if trains and self._config.interval is None and self._clock.begin():
+        if trains and self._config.interval is None and self.clock.begin():
             self._expert_clock.begin_anew()
 
     def on_forward_end(self, layers: Collection[int]) -> None:
@@ -197,16 +181,24 @@ class Rebalancer(LoopHooks):
     def _at_boundary(self) -> bool:
         """Close a training step, on every rank. Returns whether experts moved."""
         self._expert_clock.end_step()
-        before = self._placement
-        decides = self._count_step()
+        before, interval = self._placement, self._config.interval
+        self._loop.step += 1
+        self._attempts = 0
+        self._at_point(Phase.STEPPED, self.step)
+        self.clock.tick()
+        self._counter.advance()
+        self._boundaries += 1
+        decides = interval is not None and self.step % interval == 0
         self._registry.note_state(self.step)
         if self.overlapped.in_flight:
             self._advance()
         if self.control.reconnection.under_way:
             self._rejoin()
         if self.control.reconnection.under_way or self.overlapped.in_flight:
-            if decides:
-                self._discard_load()
+            if decides:  # on the load from here on
+                self._counter.take()
+                self._expert_clock.take()
+                self._earlier.clear()
         else:
             if self._pending is None and decides:
                 self._pending = self._decide(self._config.migration.lag)
@@ -233,28 +225,6 @@ class Rebalancer(LoopHooks):
         if step + to_decision < self._next_sampled:
             return False
         return interval <= SAMPLED_STEPS + 1 or 1 < to_decision <= SAMPLED_STEPS + 1
-
-    def _count_step(self) -> bool:
-        """Count the step that is over. Returns whether a decision is due."""
-        self._loop.step += 1
-        self._attempts = 0
-        self._at_point(Phase.STEPPED, self.step)
-        self._clock.tick()
-        self._counter.advance()
-        self._boundaries += 1
-        interval = self._config.interval
-        return interval is not None and self.step % interval == 0
-
-    def _discard_load(self) -> None:
-        """Drop the load counted since the last decision."""
-        self._counter.take()
-        self._expert_clock.take()
-        self._earlier.clear()
-
-    @property
-    def progress(self) -> Progress:
-        """Progress of training; on any thread."""
-        return self._clock.progress(self.step)
 
     def refuse_if_broken(self) -> None:
         """Raise `MigrationBroken` once this rank has failed after an agreement: the place of its experts is unknown."""
@@ -294,16 +264,12 @@ class Rebalancer(LoopHooks):
     def free_memory(self) -> int:
         """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
         self.wait_for_decision()
-        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes()[0])
+        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.executor.free_memory()
 
     def take_memory(self) -> None:
         """Take this memory again; RuntimeError: there is none, and a migration tries again."""
         self._engine.take_memory()
-
-    def exclude(self, seconds: float) -> None:
-        """Leave so many seconds since the last step out of the time of the next."""
-        self._clock.exclude(seconds)
 
     def wait_for_decision(self) -> None:
         """Wait until the decision in flight is made, or never will be."""
@@ -320,7 +286,7 @@ class Rebalancer(LoopHooks):
         self.control.require(what)
         self.forget_pending()
         try:
-            agreed = self.run(lambda: self.control.agreement.check_equal(digest, subject))
+            agreed = self.run(lambda _, agreement: agreement.check_equal(digest, subject))
         except ConnectionLost as lost:
             return Verdict(False, str(lost), True)
         if agreed.connections_broken:
@@ -337,10 +303,12 @@ class Rebalancer(LoopHooks):
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
         """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
-        group, agreement, here = self._groups.control, self.control.agreement, self.placement()
-        return self.run(lambda: self.decisions.place_anew(load, here, group, agreement))
+        sent, cause = self.run(partial(self.decisions.place_anew, load, self.placement()))
+        if cause or sent.target is None or sent.planned is None:
+            raise PlacementError(f"no placement could be made for the saved load: {cause or sent.failure}")
+        return sent.target, sent.planned
 
-    def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
+    def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""
         self.control.require("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
@@ -357,16 +325,13 @@ class Rebalancer(LoopHooks):
         self.drain()
         return self._migrate(target)
 
-    def place(self, target: Placement, *, at_once: bool = False) -> None:
+    def place(self, target: Placement) -> None:
         """Migrate to a placement as after a decision: during the next steps where migrations overlap with them, unless
-        one is in flight, or at once, as `now`. Collective, between steps."""
-        if at_once:
-            self.drain()
+        one is in flight. Collective, between steps."""
         if not self.overlapped.in_flight:
             self.control.require("a migration")
-            self._migrate(target, self._overlaps and not at_once)
-            if not at_once:
-                self.overlapped.step_begins()
+            self._migrate(target, self._overlaps)
+            self.overlapped.step_begins()
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
@@ -391,7 +356,7 @@ class Rebalancer(LoopHooks):
 
     def _use_no_replicas(self) -> None:
         if self._maps.replicas is not None:
-            self._wait_for_replicas()
+            self._maps.replicas.wait_all()
             self._get_ready(self.placement().without_replicas(), range(self.placement().num_layers))()
 
     def leave(self) -> None:
@@ -409,19 +374,18 @@ class Rebalancer(LoopHooks):
 
     def _decide(self, lag: int, suspended: bool = False) -> _Pending:
         steps, keys_of_earlier = self._counter.open_steps, self._groups.store.passing
-        home_bytes, stays = (self._known_home_bytes, "") if suspended else self._home_bytes()
-        self._known_home_bytes = home_bytes
+        self._known_home_bytes = home_bytes = self._known_home_bytes if suspended else self._home_bytes()
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             steps=steps,
             placement=self.placement(),
             earlier=tuple(self._earlier),
-            step_seconds=self._clock.step_seconds,
-            stall_seconds=self._clock.stall_seconds,
+            step_seconds=self.clock.step_seconds,
+            stall_seconds=self.clock.stall_seconds,
             home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self._guard.sample(why_rows_stay(self._runtime.parameters) or stays),
+            sample=None if suspended else self._guard.sample(),
             declared=self.declared,
         )
         if measurement.sampled_steps:
@@ -432,12 +396,12 @@ class Rebalancer(LoopHooks):
         work = partial(decide, measurement, self.decisions, self._guard, key, self._at_point)
         return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
 
-    def _home_bytes(self) -> tuple[int, str]:
-        """Bytes of the largest home expert; 0 with a reason where an optimizer has state that cannot move."""
+    def _home_bytes(self) -> int:
+        """Bytes of the largest home expert; 0 where an optimizer has state that cannot move: a migration says so."""
         try:
-            return self._registry.largest_home_bytes(), ""
-        except OptimizerStateError as error:
-            return 0, f"{error}: experts stay where they are"
+            return self._registry.largest_home_bytes()
+        except OptimizerStateError:
+            return 0
 
     def _agree_on_target(self, pending: _Pending) -> Placement | None:
         """The placement that all ranks have decided on; None: experts stay where they are."""
@@ -450,7 +414,7 @@ class Rebalancer(LoopHooks):
         self._pending = None
         # All ranks were in this decision, so none is in an earlier one or its migration.
         self._groups.store.forget(pending.keys_of_earlier)
-        self._guard.report(decision.finding, decision.stays)
+        self._guard.report(decision.finding)
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
         if decision.failure or decision.planned is None:
@@ -470,8 +434,9 @@ class Rebalancer(LoopHooks):
                 self.overlapped.begin(self._placement, target, key)
                 progress = self.overlapped.advance()
             else:
-                self.control.run(lambda: None)  # a decision, or a notice, may be on the control group still
-                self._wait_for_replicas()
+                self.control.run(lambda *_: None)  # a decision, or a notice, may be on the control group still
+                if self._maps.replicas is not None:  # they are read from homes that are about to be written
+                    self._maps.replicas.wait_all()
                 progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:
             progress = MigrationProgress(self._placement, Verdict(False, str(lost), True), Phase.PREPARED)
@@ -497,10 +462,10 @@ class Rebalancer(LoopHooks):
 
     def _take_over(self, progress: MigrationProgress) -> None:
         """Follow the commits of a migration, and report what became of the rest."""
-        self._clock.exclude(progress.pause_seconds)
+        self.clock.exclude(progress.pause_seconds)
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
-            self._clock.stalled(progress.stall_seconds)
+            self.clock.stalled(progress.stall_seconds)
         self._follow(progress.placement)
         if progress.committed_layers:
             before, self._reported = self._reported, self._placement
@@ -530,11 +495,6 @@ class Rebalancer(LoopHooks):
 
         return take_over
 
-    def _wait_for_replicas(self) -> None:
-        """Wait for replicas in flight, read from homes that are about to be written: on all ranks, before one fails."""
-        if self._maps.replicas is not None:
-            self._maps.replicas.wait_all()
-
     def _follow(self, placement: Placement) -> None:
         """Make this the current placement."""
         if placement is self._placement:
@@ -554,22 +514,15 @@ class Rebalancer(LoopHooks):
     def finish(self) -> bool:
         """Commit what is in flight, between steps: a migration during steps goes no further without them. On every
         rank. Returns whether the placement has changed since the last boundary."""
-        before, target, was_in_flight = self._placement, self._target, self.overlapped.in_flight
+        before, goes_on = self._placement, self.overlapped.in_flight and not self.quiesced
         self.drain()
-        if not was_in_flight or self.quiesced or self.control.reconnection.under_way:
-            return self._placement is not before
-        if not np.array_equal(self._placement.physical_to_logical, target.physical_to_logical):
-            self._migrate(target)
+        goes_on = goes_on and not self.control.reconnection.under_way
+        if goes_on and not np.array_equal(self._placement.physical_to_logical, self._target.physical_to_logical):
+            self._migrate(self._target)
         return self._placement is not before
 
-    def _drop(
-        self,
-        phase: str,
-        cause: str,
-        connections_broken: bool,
-        committed: tuple[int, ...] = (),
-        left: tuple[int, ...] = (),
-    ) -> None:
+    def _drop(self, phase: str, cause: str, is_lost: bool, committed: Layers = (), left: Layers = ()) -> None:
+        """Report what came of a rebalance. ``is_lost``: this rank may have lost the others."""
         logger.warning(
             "step %d: rebalance %s (%s): %s; training goes on with placement epoch %d",
             self.step,
@@ -579,7 +532,7 @@ class Rebalancer(LoopHooks):
             self.placement().epoch,
         )
         self._events.emit(RebalanceAborted(self.step, self.placement().epoch, phase, cause, committed, left))
-        if connections_broken:
+        if is_lost:
             self._pause(cause)
 
     # -- finding together ------------------------------------------------------------------------------------------

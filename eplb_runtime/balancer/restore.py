@@ -35,11 +35,10 @@ class Restorer:
     def measured(self) -> dict[str, Any]:
         """Load for the next decisions, in the form of `saved_load`; equal on every rank. Collective."""
         self._rebalancer.wait_for_decision()
-        control = self._groups.control
         return saved_load(
             self._rebalancer.decisions.history,
             self._counter,
-            lambda buckets: self._rebalancer.run(partial(aggregate, HostCopy(buckets), control))[0].numpy(),
+            lambda buckets: self._rebalancer.run(lambda group, _: aggregate(HostCopy(buckets), group))[0].numpy(),
         )
 
     def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:

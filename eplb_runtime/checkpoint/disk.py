@@ -39,8 +39,7 @@ PARTS = ("model", "optimizer", "extra")
 FILE_BYTES = 4 << 30
 """Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
 _OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
-LIBRARY_PARTIALS = ".tmp??????"
-"""Files that the library has begun; they are there for long where a process was killed."""
+LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
 _MOST_BYTES = 1 << 30
 _BLOCK_BYTES = 16 << 20
 
@@ -250,11 +249,12 @@ def read_marker(folder: Path) -> dict[str, Any]:
     try:
         require_readable(path, _MOST_BYTES)
         marker: dict[str, Any] = json.loads(path.read_text())
-        own, version = marker.pop("checksum"), (marker["format"], marker["version"])
+        own, kind = marker.pop("checksum"), f"{marker['format']!r} of version {marker['version']!r}"
     except (OSError, FileError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error, with_type=True)}") from None
-    if version != (FORMAT, VERSION):
-        raise CheckpointError(f"{path} is {version[0]!r} of version {version[1]!r}; this reads version {VERSION}")
+    if kind != f"{FORMAT!r} of version {VERSION}":
+        mend = f"this reads version {VERSION}: load it by the release that wrote it, and save it with format='dcp'"
+        raise CheckpointError(f"{path} is {kind}; {mend}")
     if own != _checksum_of(marker):
         raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
     return marker

@@ -205,7 +205,7 @@ def _log(what: str, folder: str | Path, view: LogicalView) -> None:
     """A line on the first rank; that experts were placed again is a line of the balancer's."""
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    step = "" if view.balancer is None else f", step {view.balancer.rebalancer.progress.step} of the balancer"
+    step = "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
     logger.info("checkpoint %s %s%s", what, folder, step)
 
 

@@ -170,7 +170,7 @@ class LogicalView:
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
         if self.balancer is None:
-            raise ValueError("nothing is spread in a model that is not attached")
+            raise ValueError("the model is not attached, so no expert is spread")
         return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
     @property
@@ -190,8 +190,7 @@ class LogicalView:
             if not patient:
                 self.balancer.runtime.barrier(what)
             runtime = self.balancer.runtime
-            found = first_problem(problem, runtime.groups.everyone, runtime.device)
-            problem = str(found) if found is not None else ""
+            problem = first_problem(problem, runtime.groups.everyone, runtime.device)
         if problem:
             raise CheckpointError(f"{what}: {problem}")
 

@@ -130,12 +130,12 @@ class TensorList:
     def _cast(self, spec: TensorSpec) -> TensorSpec:
         return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
 
-    def agree(self, options: str, problem: str) -> str:
+    def agree(self, options: str, problem: str, control: dist.ProcessGroup) -> str:
         """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
         a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
-        control, sets = self.balancer.runtime.groups.control, self.job.data_sets
+        sets = self.job.data_sets
         if found := first_problem(problem or self.problem(), control):
-            return str(found)
+            return found
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
             return odd
         text = json.dumps([_fields_of(piece) for piece in self.pieces]).encode()
@@ -426,7 +426,7 @@ class LogicalTensors(TensorStream):
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
         rebalancer = self._tensors.balancer.rebalancer
         try:
-            outcome = rebalancer.run(lambda: rebalancer.control.agreement.go_on(problem, False, seconds), seconds)
+            outcome = rebalancer.run(lambda _, agreement: agreement.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:
             self._end()
             raise ExportError(
@@ -470,11 +470,11 @@ class Exporter:
         theirs, problem = _given(tensors, given)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
-        rebalancer, control = self._balancer.rebalancer, self._balancer.runtime.groups.control
+        run = self._balancer.rebalancer.run
         # A rank that takes longer to walk its weights is waited for here.
-        outcome = rebalancer.run(lambda: rebalancer.control.agreement.go_on("", False, seconds), seconds)
-        if found := outcome or rebalancer.run(lambda: first_problem(problem, control)):
-            raise ExportError(str(found))
+        outcome = run(lambda _, agreement: agreement.go_on("", False, seconds), seconds)
+        if found := outcome or run(lambda group, _: first_problem(problem, group)):
+            raise ExportError(found)
         pieces, numbers, ours = tensors.pieces, tensors.by_name(), dict[int, bytes]()
         for name, tensor in LogicalTensors(tensors, BUCKET_BYTES, None, seconds):
             ours.update(_checksums(pieces, numbers[name], tensor))
@@ -483,7 +483,7 @@ class Exporter:
         for number, their in theirs.items():
             other = pieces[number].expert is not None and their in experts
             states[number] = _EQUAL if their == ours[number] else _ANOTHER if other else _DIFFERS
-        return _said(pieces, rebalancer.run(lambda: maxima(states, control)).tolist())
+        return _said(pieces, run(lambda group, _: maxima(states, group)).tolist())
 
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -495,7 +495,7 @@ class Exporter:
             tensors = TensorList(self._balancer, weights, dtype)
         except Exception as error:
             problem = problem or one_line(error, with_type=True)
-        if found := self._balancer.rebalancer.run(lambda: tensors.agree(options, problem)):
+        if found := self._balancer.rebalancer.run(lambda group, _: tensors.agree(options, problem, group)):
             raise ExportError(f"weights cannot be exported: {found}")
         return tensors
 
@@ -525,7 +525,7 @@ def _given(tensors: TensorList, given: object) -> tuple[dict[int, bytes], str]:
                 )
             theirs.update(_checksums(pieces, numbers[name], tensor.to(device)))
     except Exception as error:
-        return theirs, f"the weights to verify could not be walked: {one_line(error, with_type=True)}"
+        return theirs, f"the weights to verify could not be read: {one_line(error, with_type=True)}"
     return theirs, ""
 
 

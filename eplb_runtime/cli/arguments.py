@@ -8,23 +8,17 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 PROGRAM = "eplb-runtime"
-BAD_INPUT = 2
-"""Exit status of every refusal."""
+BAD_INPUT = 2  # exit status of every refusal
 
 LOAD = (
     "tokens per expert: .npz or .json with `load`, a run's folder, a serving engine's dump, Megatron's "
     "router trace, slime's rollouts, or the word `sample`"
 )
-POLICIES = ("static", "deepseek", "free", "hierarchical", "incremental")
-"""Names of `planner.policies`, which takes a second to import."""
+POLICIES = ("static", "deepseek", "free", "hierarchical", "incremental")  # of `planner.policies`, slow to import
+MOST = 2**53  # whole numbers stay below it: whatever is computed from one fits a float
 
-MOST = 2**53
-"""Whole numbers stay below it: whatever is computed from one fits a float."""
-
-Run = Callable[[argparse.Namespace], int | None]
-"""A command; returns its exit status, None for 0."""
-Option = tuple[Sequence[str], dict[str, Any]]
-"""Arguments of ``add_argument``."""
+Run = Callable[[argparse.Namespace], int | None]  # a command; returns its exit status, None for 0
+Option = tuple[Sequence[str], dict[str, Any]]  # arguments of ``add_argument``
 
 
 class InputError(ValueError):
@@ -50,14 +44,10 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
-    add_options(command, [flag("--json", "print one JSON object instead of a table"), *options])
+    for names, settings in (flag("--json", "print one JSON object instead of a table"), *options):
+        command.add_argument(*names, **settings)
     command.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice: everything")
     return command
-
-
-def add_options(command: Any, options: Sequence[Option]) -> None:
-    for names, settings in options:
-        command.add_argument(*names, **settings)
 
 
 def option(name: str, metavar: str, kind: Callable[[str], Any], text: str, default: Any = None, **more: Any) -> Option:
@@ -74,13 +64,10 @@ def choice(name: str, choices: Sequence[str], text: str, default: str | None = N
     return [name], {"choices": choices, "help": text, "default": default}
 
 
-def dense_layers() -> Option:
-    text = "leading layers without experts, which SGLang and TensorRT-LLM number too"
-    return option("--dense-layers", "N", not_negative, text)
-
-
-def experts() -> Option:
-    return option("--experts", "N", positive, "of a layer, where the file's last ones were never chosen")
+def of_model() -> list[Option]:
+    dense = "leading layers without experts, which SGLang and TensorRT-LLM number too"
+    more = "of a layer, where the file's last ones were never chosen"
+    return [option("--dense-layers", "N", not_negative, dense), option("--experts", "N", positive, more)]
 
 
 def cluster(*, needed: bool = True) -> list[Option]:
@@ -88,23 +75,13 @@ def cluster(*, needed: bool = True) -> list[Option]:
     return [
         option("--ranks", "R", positive, f"ranks of the EP group{default}", required=needed),
         option("--ranks-per-node", "G", positive, f"ranks that share a node{default}", required=needed),
-        option(
-            "--slots-per-rank",
-            "S",
-            positive,
-            f"experts that each rank holds, copies included{default}",
-            required=needed,
-        ),
+        option("--slots-per-rank", "S", positive, f"experts of a rank, copies included{default}", required=needed),
         option("--groups", "N", positive, "expert groups of group-limited routing (default: 1)", 1),
         option("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers"),
         option("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", 400.0),
         option("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", 50.0),
-        dense_layers(),
-        experts(),
+        *of_model(),
     ]
-
-
-# -- kinds of values -----------------------------------------------------------------------------------------------
 
 
 def _number(kind: type, good: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:

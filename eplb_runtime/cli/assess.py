@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from . import arguments as kinds
-from .arguments import LOAD, InputError, add_command, add_options, option
+from .arguments import LOAD, add_command, option
 from .inputs import read_job
 from .printing import COLUMNS, print_json, spinner
 
@@ -28,15 +28,14 @@ def add(commands: Any) -> None:
         option("--ranks-per-node", "G", kinds.positive, "ranks that share a node (default: as recorded, or up to 8)"),
         option("--every", "N", kinds.positive, "training steps between plans (default: as recorded, or 10 or more)"),
         option("--replica-slots", "K", kinds.not_negative, second),
-        kinds.dense_layers(),
-        kinds.experts(),
+        *kinds.of_model(),
     ]
     of_step = "share of a step in expert work, dispatch to combine (default: as recorded, or .4, and .2 to .6)"
     seconds = "seconds of a training step (default: as recorded, or 1)"
     steps = "training steps of a window (default: as recorded, or by its tokens)"
     fast = "of a rank, inside its node (default: as measured, or 400; 1 on CPUs)"
     slow = "of a rank, to other nodes (default: as measured, or 50; 1 on CPUs)"
-    figures = [
+    options += [
         option("--moe-share", "X", kinds.share, of_step),
         option("--step-seconds", "S", kinds.positive_float, seconds),
         option("--steps-per-window", "N", kinds.positive, steps),
@@ -44,30 +43,18 @@ def add(commands: Any) -> None:
         option("--intra-node-bandwidth", "GB/S", kinds.positive_float, fast),
         option("--inter-node-bandwidth", "GB/S", kinds.positive_float, slow),
     ]
-    command = add_command(
-        commands, "assess", _run, "say whether balancing would pay for a recorded job", EXAMPLES, options
-    )
-    add_options(command.add_argument_group("figures", "what the record says, and else what is assumed"), figures)
+    add_command(commands, "assess", _run, "say whether balancing would pay for a recorded job", EXAMPLES, options)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from ..tools.assess import assess
 
     record = read_job(arguments.record, arguments)
-    try:
-        with spinner():
-            assessment = assess(record, vars(arguments))
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    with spinner():
+        assessment = assess(record, vars(arguments))
     if arguments.json:
         print_json(assessment.fields())
         return
-    said = assessment.paragraph()
-    if assessment.left_out:
-        said += (
-            f" Windows of other numbers of steps than {record.steps_per_window}, as most have, were left out: "
-            f"{assessment.left_out} of {len(record.load)}."
-        )
-    print(textwrap.fill(said, COLUMNS, break_on_hyphens=False))
+    print(textwrap.fill(assessment.paragraph(), COLUMNS, break_on_hyphens=False))
     if assessment.pays is not None:
         print("\nWhat neither the record nor an option says is assumed: see assess --help.")

@@ -9,7 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from .arguments import LOAD, InputError, Option, add_command, choice, option, positive
-from .printing import print_json, print_table, spinner
+from .printing import print_json, print_table, shown, spinner
+
+EXAMPLES = """
+  eplb-runtime bench planner load.npz --json
+  eplb-runtime bench train                                             # starts two ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench train --json   # on these
+"""
 
 
 def add(commands: Any) -> None:
@@ -25,15 +31,10 @@ def add(commands: Any) -> None:
         "migrate": ("moving experts between ranks, against plain messages", [_repeats(10), device, ways]),
         "train": ("training steps, static, balanced and ideal; takes minutes", [blocks]),
     }
+    ranks = option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)
     for what, (summary, options) in each.items():
-        examples, ranks = "\n  eplb-runtime bench planner load.npz --json", list[Option]()
-        if what != "planner":
-            examples = f"""
-  eplb-runtime bench {what}                                             # starts two ranks on this machine
-  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench {what} --json   # on these
-"""
-            ranks = [option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)]
-        command = add_command(benches, what, _run, summary, examples, [*ranks, *options])
+        of_ranks = [] if what == "planner" else [ranks]
+        command = add_command(benches, what, _run, summary, EXAMPLES, [*of_ranks, *options])
         command.set_defaults(what=what, own=[names[0].lstrip("-") for names, _ in options])
 
 
@@ -65,8 +66,5 @@ def _print(result: dict[str, Any], as_json: bool) -> int:
         print_json(result)
         return 0
     for name, value in result.items():
-        if isinstance(value, list):
-            print_table(name, value)
-        else:
-            print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+        print_table(name, value) if isinstance(value, list) else print(f"{name}: {shown(value)}")
     return 0

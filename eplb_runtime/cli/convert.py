@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .arguments import add_command, dense_layers, option, positive
+from .arguments import add_command, of_model, option, positive
 from .printing import print_json
 
 EXAMPLES = """
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         option("destination", "OUT", str, "the file to write"),
         option("--to", "FORMAT", str, formats),
         option("--ranks", "R", positive, "EP size, which most engines' maps do not say"),
-        dense_layers(),
+        of_model()[0],
     ]
     summary = "convert placements and loads to and from the serving engines' formats"
     add_command(commands, "convert", _run, summary, EXAMPLES, options)

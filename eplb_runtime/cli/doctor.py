@@ -35,8 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return max(_judge(path, arguments) for path in arguments.recipe)
     import torch
 
-    from ..tools.doctor.links import try_transports
-    from ..tools.doctor.machine import backends, versions
+    from ..tools.doctor import backends, try_transports, versions
     from ..tools.launch import is_first, process_group
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,25 +69,24 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         text = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
         return BAD_INPUT
-    said = asdict(found)
     if arguments.json:
-        print_json(said)
-        return int(found.attaches is False)
+        print_json(found)
+        return int(found["attaches"] is False)
     verdict = {
         True: "yes, it attaches",
         False: "no, it does not attach",
-        None: f"not known: {', '.join(found.undecided)} decides, and the recipe does not show it",
+        None: f"not known: {', '.join(found['undecided'])} decides, and the recipe does not show it",
     }
-    print(f"{recipe.name}: {verdict[found.attaches]} ({recipe.of})")
-    if found.attaches is not False:
+    print(f"{recipe.name}: {verdict[found['attaches']]} ({recipe.of})")
+    if found["attaches"] is not False:
         equal = {"bit": "to the bit", "rounding": "to rounding", None: "to rounding, if not to the bit"}
-        print(f"with homes moved, training is equal {equal[found.exact]}")
-    if found.refused:
-        print_table("refused", said["refused"])
+        print(f"with homes moved, training is equal {equal[found['exact']]}")
+    else:
+        print_table("refused", found["refused"])
     tables = {
-        "the recipe does not show": found.unknown,
-        f"assumed: defaults of {recipe.of}, or of what trains with it": found.assumed,
+        "the recipe does not show": found["unknown"],
+        f"assumed: defaults of {recipe.of}, or of what trains with it": found["assumed"],
     }
     for title, values in tables.items() if arguments.verbose else ():
         print_table(title, [{"setting": name, "value": value} for name, value in values.items()])
-    return int(found.attaches is False)
+    return int(found["attaches"] is False)

@@ -21,10 +21,7 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
     from ..topology import Topology
 
     bandwidths = (arguments.intra_node_bandwidth * 1e9, arguments.inter_node_bandwidth * 1e9)
-    try:
-        return Topology(arguments.ranks, arguments.ranks_per_node, *bandwidths)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    return Topology(arguments.ranks, arguments.ranks_per_node, *bandwidths)
 
 
 def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arguments import LOAD, POLICIES, add_command, cluster, option, policy
 from .inputs import counted_windows, read_job, topology_of
 from .printing import print_json, spinner
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 EXAMPLES = """
   eplb-runtime plan load.npz --ranks 64 --ranks-per-node 8 --slots-per-rank 5 -o placement.json
@@ -51,13 +47,13 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         planned.placement.save(arguments.output)
     if not arguments.json:
-        print(
-            f"{planned}\nimbalance is that of the load given; for that of the steps after a plan: eplb-runtime simulate"
-        )
+        print(planned)
+        print("imbalance is that of the load given; for that of the steps after a plan: eplb-runtime simulate")
         if arguments.output is not None:
             print(f"placement written to {arguments.output}")
         return
     placement = planned.placement
+    by_layer = {"imbalance": planned.imbalance_after, "lower_bound": planned.lower_bound}
     print_json(
         {
             "policy": planned.policy,
@@ -65,14 +61,9 @@ def _run(arguments: argparse.Namespace) -> None:
             "experts": placement.num_experts,
             "ranks": placement.num_ranks,
             "slots_per_rank": placement.slots_per_rank,
-            "imbalance": _mean_and_max(planned.imbalance_after),
-            "lower_bound": _mean_and_max(planned.lower_bound),
+            **{name: {"mean": float(one.mean()), "max": float(one.max())} for name, one in by_layer.items()},
             "moved_slots": planned.moved_slots,
             "moved_homes": planned.moved_homes,
             "seconds": planned.plan_seconds,
         }
     )
-
-
-def _mean_and_max(values: NDArray[np.float64]) -> dict[str, float]:
-    return {"mean": float(values.mean()), "max": float(values.max())}

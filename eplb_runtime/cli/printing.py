@@ -29,7 +29,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     heads = [name.replace("_", " ") for name in names]
-    lines = [[_shown(row.get(name)) for name in names] for row in rows]
+    lines = [[shown(row.get(name)) for name in names] for row in rows]
     console = own if (own := Console()).is_terminal else Console(width=COLUMNS)
     console.print(title, markup=False, highlight=False)
     columns = [list(column) for column in zip(heads, *lines, strict=True)]
@@ -63,7 +63,7 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
     return table
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     words = {None: "", True: "yes", False: "no"}
     if value is None or isinstance(value, bool):
         return words[value]

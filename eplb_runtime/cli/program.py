@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from . import assess, bench, bubbles, convert, doctor, plan, report, simulate, trace, verify, warmup
-from .arguments import BAD_INPUT, PROGRAM, InputError, Parser
+from .arguments import BAD_INPUT, PROGRAM, Parser
 
-COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)
-"""Modules with ``add(commands)``, in the order in which ``--help`` names them."""
+COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)  # as --help has it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,24 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT)
     except ValueError as error:
-        if not isinstance(error, _input_errors()):
+        if not type(error).__module__.startswith("eplb_runtime."):  # of Python's or a library's own: a defect
             raise
         return _complain(str(error), BAD_INPUT)
-
-
-def _input_errors() -> tuple[type[ValueError], ...]:
-    from ..placement import PlacementError
-    from ..planner import PlanError
-    from ..tools.bubbles.playing import BubbleError
-    from ..utils.files import FileError
-
-    known = [BubbleError, InputError, FileError, PlacementError, PlanError]
-    if "torch" in sys.modules:  # else none of these was raised
-        from ..hosts import AttachError
-        from ..tools.launch import LaunchError
-
-        known += [AttachError, LaunchError]
-    return tuple(known)
 
 
 def _complain(message: str, status: int) -> int:

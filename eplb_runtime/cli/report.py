@@ -27,10 +27,9 @@ def _run(arguments: argparse.Namespace) -> None:
     from ..utils.files import require_writable, write_file
 
     require_writable(Path(arguments.output), (".html", ".htm"))
-    report = report_of(Path(arguments.source))
-    write_file(Path(arguments.output), report.html)
+    html, summary, text = report_of(Path(arguments.source))
+    write_file(Path(arguments.output), html)
     if arguments.json:
-        print_json({"report": arguments.output, "summary": report.summary})
-        return
-    print(report.text)
-    print(f"written: {arguments.output}")
+        print_json({"report": arguments.output, "summary": summary})
+    else:
+        print(f"{text}\nwritten: {arguments.output}")

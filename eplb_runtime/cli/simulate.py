@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   eplb-runtime simulate runs/first                      # its ranks, nodes and interval, and a replica slot
+  eplb-runtime simulate runs/first --policies deepseek,incremental --gate payoff
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
-  eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5 \\
-      --policies static,deepseek,incremental --gate payoff
 """
 
 GIVEN = ("every", "steps_per_window", "groups", "max_moves", "gate")
@@ -43,16 +42,16 @@ def _take_from(record: JobRecord, arguments: argparse.Namespace) -> None:
     """Take what was not given from the record, as `assess` does."""
     from ..tools.assess import figures_of
 
-    given = {name: getattr(arguments, name) for name in ("ranks", "ranks_per_node")}
-    if missing := [name for name in (*given, "slots_per_rank", "every") if getattr(arguments, name) is None]:
-        if not record.job.ranks:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-            raise InputError(f"{arguments.trace} does not say what job it is of: give {options}")
-        figures = figures_of(record, given)
+    names = ("ranks", "ranks_per_node", "slots_per_rank", "every")
+    missing = [name for name in names if getattr(arguments, name) is None]
+    if missing and not record.job.ranks:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise InputError(f"{arguments.trace} does not say what job it is of: give {options}")
+    if missing:
+        figures = figures_of(record, {name: getattr(arguments, name) for name in names[:2]})
         slots = record.load.shape[2] // figures.ranks + figures.replica_slots
         known = (figures.ranks, figures.topology.ranks_per_node, slots, figures.every_windows)
-        for name, value in zip((*given, "slots_per_rank", "every"), known, strict=True):
-            setattr(arguments, name, value if name in missing else getattr(arguments, name))
+        vars(arguments).update((name, one) for name, one in zip(names, known, strict=True) if name in missing)
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -14,8 +14,6 @@ from .printing import print_json, print_table, spinner
 if TYPE_CHECKING:
     from ..observe.traces import Analysis
 
-KERNELS = 10  # that are shown, the longest first; ``--json`` has all
-
 
 def add(commands: Any) -> None:
     trace = commands.add_parser("trace", help="what profiler traces say: busy, hidden, exposed")
@@ -59,8 +57,7 @@ def _print_one(one: Analysis, by_layer: bool) -> None:
         "idle": one.idle_us,
     }
     rank = "" if one.rank is None else f", rank {one.rank}"
-    span = one.span_us or 1.0
-    rows = [{"": what, "us": _us(us), "of span": f"{us / span:.1%}"} for what, us in times.items()]
+    rows = [{"": what, "us": _us(us), "of span": f"{us / (one.span_us or 1):.1%}"} for what, us in times.items()]
     print_table(f"{one.file}{rank} ({one.device.upper()})", rows)
     share = f"{sent.hidden_share:.1%} of communication is hidden" if sent.us else "nothing was sent"
     steps = f"; {counted(one.steps, 'step')} of {_us(one.step_us)} us (median)" if one.steps else ""
@@ -69,7 +66,7 @@ def _print_one(one: Analysis, by_layer: bool) -> None:
         print_table("phases (host: of the thread that runs them)", _phases(one, by_layer))
     longest = [
         {"runs": kernel.count, "us": _us(kernel.us), "kind": kernel.kind, "name": _shortened(kernel.name)}
-        for kernel in one.kernels[:KERNELS]
+        for kernel in one.kernels[:10]
     ]
     print_table(f"the longest of {len(one.kernels)} kernels" if one.device == "gpu" else "operators", longest)
 

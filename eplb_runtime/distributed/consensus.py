@@ -6,23 +6,30 @@ every rank, and names the ranks that differ or have failed.
 `Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
 ranks. A vote alone is not enough: a rank may time out in it while
 the others finish. So the outcome is a record in the launcher's store, written by compare-and-set: the first word
-stands, and a rank that timed out writes "abort". `ballot` says what a rank does when.
+stands, and a rank that timed out writes "abort".
+
+`TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
+without this rank's yes: until it has said that, it may refuse alone. From then on it is in doubt. It may propose a
+word, but acts on what the record holds, however long that takes to hear. `tests/unit/distributed/test_ballot.py`
+explores the table exhaustively.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
+from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..utils.errors import one_line
-from .ballot import Ballot, Heard, State, Verdict
 from .points import Phase, Probe, unobserved
 from .private_groups import hang_up
 from .store import SETUP_SECONDS, JobStore, StoreError
@@ -119,27 +126,13 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
 # -- problems, extremes, equality --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankProblem:
-    """The problem of one rank (its global number, and its place in the group), in its own words."""
-
-    rank: int
-    index: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.text}"
-
-
 def first_problem(
     problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> RankProblem | None:
-    """Return the problem of the first rank that has one, the same on every rank; None if all are empty."""
-    for index, text in enumerate(gather_bytes(problem.encode(), group, device, deadline)):
-        if text:
-            rank = dist.get_process_group_ranks(group)[index]
-            return RankProblem(rank, index, text.decode(errors="replace"))
-    return None
+) -> str:
+    """Return the problem of the first rank that has one, with its number, the same on every rank; "" if none has."""
+    texts = gather_bytes(problem.encode(), group, device, deadline)
+    said = zip(dist.get_process_group_ranks(group), texts, strict=True)
+    return next((f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text), "")
 
 
 def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -257,13 +250,125 @@ def barrier(
         if problem is not None:
             raise problem
         if not_come:
-            raise RuntimeError(f"{cause}: it is collective, every rank calls it")
+            raise RuntimeError(f"{cause}: it is collective: call it on every rank")
         before = str(call - 1)  # all are here, and past it
         for name in (f"{before}/{rank}", *((before, f"{before}/here", f"{before}/problem") * (rank == everyone[0]))):
             store.delete(name)
         return cause
     finally:
         store.close()
+
+
+# -- one rank's part in one decision -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks will do. ``connections_broken`` tells that the groups' connections are closed, or that this rank
+    cannot be sure of the others: they have to find together again. ``kind``: one word, for those who act on the cause.
+    """
+
+    commit: bool
+    cause: str = ""
+    connections_broken: bool = False
+    kind: str = ""
+
+
+class State(Enum):
+    """How far a rank is with a decision."""
+
+    OPEN = "has said nothing"
+    DOUBT = "has said yes, and does not know what became of it"
+    COMMITTED = "commits"
+    ABORTED = "does not commit"
+
+
+class Heard(Enum):
+    """What can happen to it."""
+
+    VOTE = "nothing is wrong here: it is about to say yes"
+    REFUSE = "something is wrong here, or training cannot wait"
+    ALL_YES = "it has counted what all have said: yes"
+    A_NO = "it has counted what all have said: a rank said no"
+    LOST = "the count did not finish"
+    COMMIT = "the record holds commit"
+    ABORT = "the record holds abort"
+    SILENCE = "the record does not answer"
+
+
+_S, _H = State, Heard
+_ALONE, _PROPOSES = False, True
+
+TABLE: Mapping[tuple[State, Heard], tuple[State, bool]] = {
+    (_S.OPEN, _H.VOTE): (_S.DOUBT, _ALONE),
+    (_S.OPEN, _H.REFUSE): (_S.ABORTED, _PROPOSES),
+    (_S.DOUBT, _H.ALL_YES): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.A_NO): (_S.ABORTED, _PROPOSES),
+    (_S.DOUBT, _H.LOST): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.REFUSE): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.SILENCE): (_S.DOUBT, _PROPOSES),
+    (_S.DOUBT, _H.COMMIT): (_S.COMMITTED, _ALONE),
+    (_S.DOUBT, _H.ABORT): (_S.ABORTED, _ALONE),
+    (_S.ABORTED, _H.A_NO): (_S.ABORTED, _PROPOSES),
+    (_S.ABORTED, _H.LOST): (_S.ABORTED, _PROPOSES),
+}
+"""The state that follows, and whether the rank proposes a word for the record and asks which one it holds. A pair that
+is not in it changes nothing: what is decided stays so."""
+
+_TELLS = (Heard.COMMIT, Heard.ABORT, Heard.SILENCE)
+DECIDED = (State.COMMITTED, State.ABORTED)
+
+
+class Ballot:
+    """One rank's part in one decision. Two threads may use it at once, one that votes and one that cannot wait.
+
+    Args:
+        key: names the decision; new for each, equal on every rank.
+
+    Attributes:
+        refusal: why this rank has said no before it had said yes; empty: it has not.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.refusal = ""
+        self._state = State.OPEN
+        self._verdict: Verdict | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What all ranks do, in the words that they all have it in; None: that is not known here yet."""
+        return self._verdict
+
+    def hear(self, heard: Heard, verdict: Verdict) -> bool:
+        """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
+        whether to propose a word for the record."""
+        with self._changed:
+            before = self._state
+            self._state, proposes = TABLE.get((before, heard), (before, False))
+            if before is State.OPEN and self._state is State.ABORTED:
+                self.refusal = verdict.cause
+            if self._verdict is not None:
+                return False
+            if self._state is State.ABORTED and heard is Heard.COMMIT:
+                raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
+            if heard in _TELLS and self._state in (State.COMMITTED, State.ABORTED):
+                # No answer after a refusal: no rank commits, but some may not know yet.
+                broken = verdict.connections_broken or heard is Heard.SILENCE
+                commit = self._state is State.COMMITTED
+                self._verdict = replace(verdict, commit=commit, connections_broken=broken)
+            self._changed.notify_all()
+            return proposes
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether it is known what all ranks do, by now or soon."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._verdict is not None, seconds)
 
 
 # -- comparing and voting on the control group -------------------------------------------------------------------------
@@ -396,7 +501,8 @@ class Agreement:
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
 
     def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
-        return Verdict.of_word(self._store.compare_set(key, verdict.word, patient=patient, passing=True))
+        proposed = json.dumps(astuple(verdict))
+        return Verdict(*json.loads(self._store.compare_set(key, proposed, patient=patient, passing=True)))
 
     def _count(self, problem: str) -> tuple[Heard, Verdict]:
         """Say this rank's word and hear those of all."""

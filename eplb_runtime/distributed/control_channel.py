@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..utils.worker import Worker
-from .ballot import Verdict
-from .consensus import Agreement
+from .consensus import Agreement, Verdict
 from .points import Probe
 from .private_groups import hang_up
 from .process_groups import ProcessGroups, host_timeout
@@ -22,6 +21,8 @@ from .transports.base import Transport
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
+Work = Callable[[dist.ProcessGroup, Agreement], T]
+"""What is done on the control group, with what compares ranks over it."""
 
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""
@@ -69,17 +70,23 @@ class ControlChannel:
                 f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
             )
 
-    def submit(self, work: Callable[[dist.ProcessGroup, Agreement], T]) -> Future[T]:
-        """Begin work on the control group of now, and return its future."""
+    def _whole(self, work: Work[T]) -> Callable[[], T]:
+        """Return work on the control group of now. If it fails, this rank hangs up: the others come back from their
+        part of it at once, and later work of this rank does not mix with that."""
+        group, agreement = self._groups.control, self.agreement
 
-        def whole(group: dist.ProcessGroup, agreement: Agreement) -> T:
+        def whole() -> T:
             try:
                 return work(group, agreement)
             except Exception:
-                hang_up(group)  # later work of this rank must not mix with the others' part of this
+                hang_up(group)
                 raise
 
-        return self.worker.submit(partial(whole, self._groups.control, self.agreement))
+        return whole
+
+    def submit(self, work: Work[T]) -> Future[T]:
+        """Begin work on the control group of now, and return its future."""
+        return self.worker.submit(self._whole(work))
 
     def result(self, work: Future[T], key: str) -> T:
         """Return what `submit` began, but do not wait for long. A rank whose wait times out records that under ``key``,
@@ -98,14 +105,17 @@ class ControlChannel:
             logger.debug("work on the control group failed", exc_info=True)
             raise ConnectionLost(f"{type(error).__name__}: {error}") from error
 
-    def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
+    def run(self, work: Work[T], seconds: float | None = None) -> T:
         """Do work on the control group once what was begun has left it, and return its result; ConnectionLost: it
         failed, or was not done in time."""
         self.require("a comparison of ranks")
         try:
-            return self.worker.do(work, (self._seconds if seconds is None else seconds) + A_LITTLE_SECONDS)
+            seconds = self._seconds if seconds is None else seconds
+            return self.worker.do(self._whole(work), seconds + A_LITTLE_SECONDS)
         except (RuntimeError, TimeoutError) as error:
             raise ConnectionLost(str(error)) from error
+        except Exception as error:
+            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue a small collective on the control group, without waiting for it."""

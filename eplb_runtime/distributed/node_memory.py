@@ -6,19 +6,21 @@ Rows of replicas and windows of messages lie in it. All ranks of a node make the
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import launcher_environment
 from ..utils.errors import one_line
 from .consensus import gather_bytes
-from .node import node_of_this_rank
 
 _CPU = torch.device("cpu")
 _OF_TORCH = "torch.distributed._symmetric_memory"
@@ -29,6 +31,16 @@ LEAST_CHANNELS = 4
 _BYTES_OF_A_SIGNAL = 4
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch compares the GPUs of ranks by their numbers, and refuses equal ones, unless the environment has this."""
+
+
+def node_of_this_rank() -> str:
+    """Return a name, equal on ranks that the launcher has put on the same node of the same machine, and sees as such:
+    memory crosses namespaces of the network and of names, so the launcher's word counts as well as the kernel's."""
+    environment = launcher_environment()
+    kernel = Path("/proc/sys/kernel/random/boot_id")
+    machine = kernel.read_text().strip() if kernel.exists() else ""
+    node = environment.get("GROUP_RANK", environment.get("SLURM_NODEID", ""))
+    return f"{os.uname().nodename}/{machine}/{node}"
 
 
 def why_not(device: torch.device) -> str:
@@ -119,7 +131,7 @@ class NodeMemory:
         for peer in others:
             self.wait(peer, 0)
         if trial.tolist() != [peer + 1 if peer != self.rank else 0 for peer in range(self.size)]:
-            raise RuntimeError("what ranks write into each other's memory does not arrive")
+            raise RuntimeError("a test value that ranks wrote into each other's memory did not arrive")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new block; the same on every rank. It lives as long as this object."""
@@ -155,7 +167,7 @@ class NodeMemory:
             if offset >= 0 and offset + own.nbytes <= block.own.nbytes:
                 there = block.of_peer[peer][offset : offset + own.nbytes]
                 return there.view(own.dtype).view(own.shape)
-        raise RuntimeError("these rows lie in no memory of the node")
+        raise RuntimeError("these rows are outside the memory that the node's ranks share")
 
     # -- on the current stream -----------------------------------------------------------------------------------------
 

@@ -29,11 +29,16 @@ logger = logging.getLogger("eplb_runtime")
 
 ACCOUNT_SECONDS = 10.0
 """A rank that has lost the others at attach waits so long for the one that says why."""
-_ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "timed out"
+_ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "given no answer", "timed out"
 _AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins")
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
+
+
+def _of(sets: str, purpose: str) -> cached_property[dist.ProcessGroup]:
+    """Return a group of those of a job's sets with this rank."""
+    return cached_property(lambda groups: groups._new(getattr(groups.job, sets), purpose))
 
 
 class ProcessGroups:
@@ -153,10 +158,12 @@ class ProcessGroups:
 
     # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
-    @cached_property
-    def data(self) -> dist.ProcessGroup:
-        """Ranks that hold the same stages: gradients outside the experts."""
-        return self._new(self.job.data_sets, "data")
+    data = _of("data_sets", "data")
+    """Ranks that hold the same stages: gradients outside the experts."""
+    dispatch = _of("ep_sets", "dispatch")
+    """One EP group: tokens."""
+    replicas = _of("row_sets", "replicas")
+    """The ranks of ``rows``: weights to replicas, gradients back."""
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
@@ -182,11 +189,6 @@ class ProcessGroups:
         return self._new(self.job.twin_sets, "twins") if len(mine) > 1 else None
 
     @cached_property
-    def dispatch(self) -> dist.ProcessGroup:
-        """One EP group: tokens."""
-        return self._new(self.job.ep_sets, "dispatch")
-
-    @cached_property
     def counts(self) -> dist.ProcessGroup:
         """One EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo, which ends the process where
         messages that meet differ in size, as those of a forward and a backward would."""
@@ -202,11 +204,6 @@ class ProcessGroups:
     def rows(self) -> dist.ProcessGroup:
         """Ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
         return self._new(self.job.row_sets, "rows") if self.job.divided_rows else self.dispatch
-
-    @cached_property
-    def replicas(self) -> dist.ProcessGroup:
-        """The ranks of ``rows``: weights to replicas, gradients back."""
-        return self._new(self.job.row_sets, "replicas")
 
     @cached_property
     def background(self) -> dist.ProcessGroup:

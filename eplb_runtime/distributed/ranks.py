@@ -61,6 +61,20 @@ class Ranks:
         return cls(None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group)))
 
 
+def _sets(lay_out: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> cached_property[Sets]:
+    """Return the rows of each grid of a job as ``lay_out`` has them, ``[sets, ranks]``."""
+    return cached_property(lambda job: [tuple(row) for grid_HDR in job._grids for row in lay_out(grid_HDR).tolist()])
+
+
+def _with_this(sets: str) -> cached_property[tuple[int, ...]]:
+    """Return the one of a job's sets that has this rank."""
+    return cached_property(lambda job: next(ranks for ranks in getattr(job, sets) if job.rank in ranks))
+
+
+def _place_in(ranks: str) -> cached_property[int]:
+    return cached_property(lambda job: getattr(job, ranks).index(job.rank))
+
+
 @dataclass(frozen=True)
 class Job:
     """All that follows from what the ranks of a job said; equal on all of them but for ``rank``. The first of ``ranks``
@@ -118,96 +132,49 @@ class Job:
         """The EP groups that hold these stages, in order."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
 
-    def _sets(self, laid_out: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> Sets:
-        """Return the rows of each grid as ``laid_out`` returns it, ``[sets, ranks]``."""
+    @cached_property
+    def _grids(self) -> list[NDArray[np.int64]]:
+        """int64 ``[H, D, R]``, one for each of ``stage_sets``."""
         grids = [np.array(self.ep_sets_of(stages)) for stages in self.stage_sets]
-        grids = [grid_GR.reshape(-1, self.divided_rows or len(grid_GR), self.ep_size) for grid_GR in grids]
-        return [tuple(ranks) for grid_HDR in grids for ranks in laid_out(grid_HDR).tolist()]
+        return [grid_GR.reshape(-1, self.divided_rows or len(grid_GR), self.ep_size) for grid_GR in grids]
 
-    @cached_property
-    def edp_sets(self) -> Sets:
-        """Ranks that hold the same experts."""
-        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(self.ep_size, -1))
+    edp_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(grid_HDR.shape[2], -1))
+    """Ranks that hold the same experts."""
+    part_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
+    """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
+    twin_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 1, 0).reshape(-1, len(grid_HDR)))
+    """Ranks of an EDP set that have the same part of its homes: several where there are replicas of the model."""
+    data_sets = _sets(lambda grid_HDR: np.sort(grid_HDR.reshape(1, -1)))
+    """Ranks that hold the same stages, ascending."""
+    _whole_rows = _sets(lambda grid_HDR: grid_HDR.transpose(0, 2, 1).reshape(len(grid_HDR), -1))
+    _whole_stages = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(1, -1))
 
-    @cached_property
+    @property
     def row_sets(self) -> Sets:
         """Ranks that have each row of an expert tensor once, in the order of the rows: the EP groups, or, with divided
         rows, as many of those that hold the same stages as rows are divided over."""
-        if not self.divided_rows:
-            return list(self.ep_sets)
-        return self._sets(lambda grid_HDR: grid_HDR.transpose(0, 2, 1).reshape(len(grid_HDR), -1))
+        return self._whole_rows if self.divided_rows else list(self.ep_sets)
 
-    @cached_property
+    @property
     def migration_sets(self) -> Sets:
         """Ranks among which experts travel: those that have each row once, or, with divided state, all that hold the
         same stages, the EDP ranks of the first EP rank first."""
-        if not self.divided_state:
-            return self.row_sets
-        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(1, -1))
+        return self._whole_stages if self.divided_state else self.row_sets
 
-    @cached_property
-    def part_sets(self) -> Sets:
-        """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
-        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
+    # -- those with this rank, and its place among them ----------------------------------------------------------------
 
-    @cached_property
-    def twin_sets(self) -> Sets:
-        """Ranks of an EDP set that have the same part of its homes: several where there are replicas of the model."""
-        return self._sets(lambda grid_HDR: grid_HDR.transpose(2, 1, 0).reshape(-1, len(grid_HDR)))
-
-    @cached_property
-    def data_sets(self) -> Sets:
-        """Ranks that hold the same stages, ascending."""
-        return self._sets(lambda grid_HDR: np.sort(grid_HDR.reshape(1, -1)))
-
-    # -- those with this rank ------------------------------------------------------------------------------------------
-
-    def _with_this(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        return next(ranks for ranks in sets if self.rank in ranks)
-
-    @cached_property
-    def ep_ranks(self) -> tuple[int, ...]:
-        """The EP group of this rank."""
-        return self._with_this(self.ep_sets)
-
-    @cached_property
-    def ep_rank(self) -> int:
-        """This rank's place in its EP group."""
-        return self.ep_ranks.index(self.rank)
+    ep_ranks, ep_rank = _with_this("ep_sets"), _place_in("ep_ranks")
+    """The EP group of this rank."""
+    edp_ranks = _with_this("edp_sets")
+    """Ranks that hold the same experts as this one, in the order of the EP groups."""
+    data_ranks = _with_this("data_sets")
+    """Ranks that hold the same stages as this one, ascending."""
+    row_ranks, row_rank = _with_this("row_sets"), _place_in("row_ranks")
+    migration_ranks, migration_rank = _with_this("migration_sets"), _place_in("migration_ranks")
 
     @property
     def ep_size(self) -> int:
         return len(self.ep_ranks)
-
-    @cached_property
-    def edp_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold the same experts as this one, in the order of the EP groups."""
-        return self._with_this(self.edp_sets)
-
-    @cached_property
-    def data_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold the same stages as this one, ascending."""
-        return self._with_this(self.data_sets)
-
-    @cached_property
-    def row_ranks(self) -> tuple[int, ...]:
-        """Those of ``row_sets`` with this one."""
-        return self._with_this(self.row_sets)
-
-    @cached_property
-    def row_rank(self) -> int:
-        """This rank's place among ``row_ranks``."""
-        return self.row_ranks.index(self.rank)
-
-    @cached_property
-    def migration_ranks(self) -> tuple[int, ...]:
-        """Those of ``migration_sets`` with this one."""
-        return self._with_this(self.migration_sets)
-
-    @cached_property
-    def migration_rank(self) -> int:
-        """This rank's place among ``migration_ranks``."""
-        return self.migration_ranks.index(self.rank)
 
 
 # -- from what each rank says to the job -------------------------------------------------------------------------------

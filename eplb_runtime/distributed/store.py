@@ -107,7 +107,7 @@ class JobStore:
                     store.delete_key(key)
             except Exception as error:
                 self._disconnect()
-                logger.debug("keys that have passed stay in the launcher's store: %s", one_line(error))
+                logger.debug("old keys could not be deleted from the launcher's store: %s", one_line(error))
 
         self._worker.submit(delete)
 
@@ -120,7 +120,7 @@ class JobStore:
     def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
         """Return the answer, asked on the thread; StoreError: none within the timeout."""
         if self.silent and not patient:
-            raise StoreError(f"the launcher's store does not answer: it has not for more than {self._seconds:g} s")
+            raise StoreError(f"the launcher's store has given no answer for more than {self._seconds:g} s")
 
         def ask() -> T:
             store = self._connected()

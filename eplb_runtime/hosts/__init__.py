@@ -107,7 +107,7 @@ def attach(
     optimizers: list[AnyOptimizer] = []
     try:
         if ranks is not None and ep_group is not None:
-            raise AttachError("give ep_group or ranks: ranks has the EP group, too")
+            raise AttachError("give ep_group or ranks, not both: ranks names the EP groups")
         models = [model] if isinstance(model, nn.Module) else list(model)
         hosts = [
             _describe(part, own, may_be_dense) for part, own in zip(models, _layers_of(models, layers), strict=True)

@@ -69,7 +69,7 @@ def attach(
     problem = None
     try:
         if ranks is not None and ep_group is not None:
-            raise AttachError("give ep_group or ranks: ranks has the EP group, too")
+            raise AttachError("give ep_group or ranks, not both: ranks names the EP groups")
         for stage in stages_of(schedule):
             _check_stage(stage, schedule._has_backward)
     except Exception as error:

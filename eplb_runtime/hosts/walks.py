@@ -37,8 +37,7 @@ class Walk:
         self._place_of: dict[int, tuple[int, int]] = {}
         self._arrived: dict[tuple[int, int], Tensor] = {}
         problem = balancer.tensors.memory.why_freed() or self._list()
-        control = balancer.runtime.groups.control
-        if found := balancer.rebalancer.run(lambda: first_problem(problem, control)):
+        if found := balancer.rebalancer.run(lambda group, _: first_problem(problem, group)):
             raise ExportError(f"{what}: {found}")
 
     def _list(self) -> str:

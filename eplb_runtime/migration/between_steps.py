@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from ..distributed.ballot import Ballot
+from ..distributed.consensus import Ballot
 from ..distributed.points import Phase
 from ..placement import Placement
 from .engine import GetReady, MigrationEngine, layers_that_differ

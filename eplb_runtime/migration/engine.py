@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..distributed.ballot import Ballot, State, Verdict
-from ..distributed.consensus import Agreement, InDoubt
+from ..distributed.consensus import Agreement, Ballot, InDoubt, State, Verdict
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..moe.experts.record import RecordFormat
@@ -274,7 +273,7 @@ class MigrationEngine:
 
     @contextlib.contextmanager
     def unfailing(
-        self, what: str = "experts on this rank are not where the other ranks believe them to be"
+        self, what: str = "experts on this rank are in other slots than the other ranks have for them"
     ) -> Iterator[None]:
         """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
         self.refuse_if_broken()

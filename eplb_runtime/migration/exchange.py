@@ -77,7 +77,7 @@ class Exchange:
 
     @property
     def received_bytes(self) -> int:
-        return sum(s.target.payload_bytes for s in self.staged)
+        return sum(shard.memory.nbytes for s in self.staged for shard in s.target.shards)
 
 
 class Arena:
@@ -122,7 +122,7 @@ class RoundExecutor:
     ) -> None:
         self._transport = transport
         self._home_rows = home_rows
-        self._row_rank = row_rank
+        self._row_rank, self._ep_rank = row_rank, row_rank // home_rows.holders
         self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
         self._departures = Arena(lambda size: self._transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
@@ -172,25 +172,29 @@ class RoundExecutor:
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
-        transport = self.__dict__.pop("_transport")
-        transport.close()
+        self.__dict__.pop("_transport").close()
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
         spare row."""
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
-        spare = 0
+        spare, transfers = 0, schedule.transfers[self._concerns(schedule.transfers[:, 3:])]
+        leaves_M, arrives_M = (self._home_rows.rank_of(transfers[:, 3:]) == self._ep_rank).T
         for layer, record_format in records.formats.items():
-            of_layer = schedule.transfers[schedule.transfers[:, 1] == layer]
-            for number, *row in of_layer[self._concerns(of_layer[:, 3:])].tolist():
-                for shipment in self._shipments(Transfer(*row), record_format):
-                    if shipment.arrives is None:
-                        assert shipment.leaves is not None
-                        leaving[number] += packed_bytes(segments_of(shipment.leaves, self.device))
-                    elif shipment.leaves is None or record_format.is_divided:
-                        arriving[number] += shipment.arrives.nbytes
-            if not record_format.is_divided:
+            of_layer = transfers[:, 1] == layer
+            if not record_format.is_divided:  # each expert's record is as large
+                whole = record_format.row(0)
+                packed = packed_bytes(segments_of(whole, self.device))
+                np.add.at(leaving, transfers[of_layer & ~arrives_M, 0], packed)
+                np.add.at(arriving, transfers[of_layer & ~leaves_M, 0], whole.nbytes)
                 spare = max(spare, *(one.row_bytes for one in record_format.tensors))
+                continue
+            for number, *row in transfers[of_layer].tolist():
+                for shipment in self._shipments(Transfer(*row), record_format):
+                    if shipment.arrives is not None:
+                        arriving[number] += shipment.arrives.nbytes
+                    elif shipment.leaves is not None:
+                        leaving[number] += packed_bytes(segments_of(shipment.leaves, self.device))
         if at_once is not None:
             arriving, leaving = (np.minimum(nbytes.sum(keepdims=True), at_once) for nbytes in (arriving, leaving))
         self._arrivals.reserve(int(arriving.max(initial=0)))
@@ -227,8 +231,7 @@ class RoundExecutor:
 
     def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
         """Hash arrived records; returns whether all are."""
-        for s in arrived:
-            exchange.arrived_checksums.append(checksum_of(s.messages))
+        exchange.arrived_checksums += [checksum_of(s.messages) for s in arrived]
         return len(exchange.arrived_checksums) == len(exchange.staged)
 
     def difference(self, exchange: Exchange) -> str:
@@ -259,10 +262,6 @@ class RoundExecutor:
         for s in (*exchange.staged, *exchange.copied):
             if s.transfer.layer == layer:
                 s.target.unpack(s.record)
-
-    @property
-    def _ep_rank(self) -> int:
-        return self._row_rank // self._home_rows.holders
 
     def _concerns(self, slots: Ints) -> NDArray[np.bool_]:
         """Which of the transfers between these slots, ``[T, 2]``, begin or end here, or where the same experts are."""

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.ballot import Ballot, Verdict
-from ..distributed.consensus import Agreement
+from ..distributed.consensus import Agreement, Ballot, Verdict
 from ..distributed.points import Phase
 from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
@@ -246,7 +245,7 @@ class Overlapped:
         for flight in self._flights:
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
                 patience = self._timeout + _A_LITTLE_SECONDS
-                self._resolve(flight, patience, "", "a rank has waited in vain for the others")
+                self._resolve(flight, patience, "", "a rank waited for the others, and they did not come in time")
             if flight.verdict is not None and flight.verdict.commit and not flight.followed:
                 self._resolve(flight, 0.0, LATE, "")  # if a forward broke off just there
                 migration = self._migration
@@ -338,7 +337,7 @@ class Overlapped:
         if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
             migration, pace, verdict = self._prepared.result()
         else:
-            lost = Verdict(False, "a rank has waited in vain for the others to prepare it", True)
+            lost = Verdict(False, "a rank waited for the others to prepare it, and they did not in time", True)
             migration, pace, verdict = None, None, self.agreement.record(f"{self._key}/prepared", lost)
         if migration is None or pace is None:
             if verdict.commit:
@@ -408,7 +407,7 @@ class Overlapped:
                 for record in (found, agreed)
             ]
             if places[0] != places[1]:
-                problem = problem or f"what moves with the experts of layer {layer} is not what it was when this began"
+                problem = problem or f"what moves with the experts of layer {layer} has changed meanwhile"
         return problem
 
     def _close_rounds(self) -> MigrationProgress:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..distributed.ballot import Verdict
-from ..distributed.consensus import Agreement, has_another
+from ..distributed.consensus import Agreement, Verdict, has_another
 from ..moe.experts.record import Record, RecordFormat, Shard
 from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
 from ..utils.errors import one_line
@@ -52,7 +51,7 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
         held = set(registry.layers)
         tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
         for layer, of_layer in tensors.items():
-            if problem := registry.why_freed(layer) or registry.why_state_misses(layer, of_layer):
+            if problem := registry.why_freed(layer):
                 raise RegistryError(f"layer {layer}: {problem}")
             for tensor in of_layer:  # a commit may not fail
                 written = chain(tensor.memory, *tensor.copies)
@@ -61,6 +60,8 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
                     problem = "its ranges are not contiguous, so they cannot be sent by themselves"
                 if problem:
                     raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
+        if problem := registry.why_state_lacks(tensors):
+            raise RegistryError(problem)
         formats = {layer: RecordFormat(tuple(of_layer)) for layer, of_layer in tensors.items()}
         for record_format in formats.values():
             record_format.state_digest()  # raises for what cannot be exchanged
@@ -123,8 +124,6 @@ def segments_of(record: Record, device: torch.device) -> list[Segment]:
 
 def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
     """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
-    if tensor.varies_in_device:  # ranks must agree on the messages of a record
-        return False
     rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 

@@ -40,7 +40,7 @@ def kernels_for(device: torch.device) -> Kernels:
     from ..utils.triton import triton
 
     if triton is None:
-        logger.warning("there is no Triton here, so plain torch counts and sums: pip install triton")
+        logger.warning("Triton is not installed, so plain torch counts and sums: pip install triton")
         return Kernels()
     return compared_kernels()
 

@@ -216,7 +216,6 @@ class HostDispatchedLayer(CountedLayer):
     ) -> None:
         super().__init__(index, module, counter, table, forward_tag)
         self.expert_clock = expert_clock
-        self._followed = -1  # changes of the placement that a CUDA graph has been seen to follow
 
     @property
     def logical_of_slots(self) -> Tensor:
@@ -246,19 +245,6 @@ class HostDispatchedLayer(CountedLayer):
     def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
         """Begin a forward for a host that itself carries rows to where `logical_of_slots` has them."""
         self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
-
-    @torch.compiler.disable
-    def begin_after_graph(self, hidden_ND: Tensor, counts_E: Tensor, order_P: Tensor) -> None:
-        """Begin a forward whose columns a CUDA graph has put in this order, which must be the placement's."""
-        changes = self.changes
-        if self._followed != changes:  # one wait for the device after a commit, none in other forwards
-            if not torch.equal(order_P, self.logical_of_slots):
-                raise RuntimeError(
-                    f"a CUDA graph of MoE layer {self.index} does not follow the placement: its tokens would go to "
-                    "other experts than the router chose; capture graphs after attach, or train without them"
-                )
-            self._followed = changes
-        self._begin(hidden_ND, lambda: self._counter.counts[self.index].add_(counts_E))
 
     def _begin(self, hidden: Tensor, count: Callable[[], object]) -> int:
         """Begin a forward, and count its load unless it repeats one; returns the epoch."""

@@ -6,7 +6,8 @@ MaxVio as in the paper on balancing without an auxiliary loss, balancedness as s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
             *_of_load(state),
             *_balance(state),
             *_of_decisions(state, progress),
-            _counter("left_out_events", "Events that could not be shown: a listener was too slow.", left_out),
+            _counter("left_out_events", "Events dropped because a listener was too slow.", left_out),
             _gauge("steps", "Optimizer steps so far.", progress.step),
             _gauge("step_seconds", "Seconds of a training step, smoothed.", progress.step_seconds),
             _gauge("last_step_timestamp_seconds", "When the last step ended, since 1970.", now - progress.idle_seconds),
@@ -138,7 +139,7 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
         _counter(
             "phase_seconds", "Seconds of rank 0 in each phase of planning and moving.", state.phase_seconds, "phase"
         ),
-        _gauge("saved_seconds", "Seconds saved: by the measured imbalance; as plans predicted.", saved, "kind"),
+        _gauge("saved_seconds", "Seconds saved: from the measured imbalance, and as predicted.", saved, "kind"),
         _gauge("judged_seconds", "Gains of judged plans: as predicted, and come true.", judged, "kind"),
         _counter("moved_experts", "Experts that changed their home slot, in one EP group.", experts, "link"),
         _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", nbytes, "link"),
@@ -169,27 +170,16 @@ def _over(by_layer: NDArray[np.float64], worst: str) -> dict[Any, float]:
     return {"mean": float(by_layer.mean()), worst: float(by_layer.max() if worst == "max" else by_layer.min())}
 
 
-class _Collector:
-    """Gives prometheus_client its kind of metrics."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        for name, kind, told, samples in self._metrics:
-            family: Any = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            made = family(name, told, labels=list(samples[0][0]) if samples else [])
-            for labels, value in samples:
-                made.add_metric(list(labels.values()), value)
-            yield made
-
-
 def exposition(metrics: Sequence[Metric]) -> tuple[bytes, str]:
     """Return the text that Prometheus reads, and its content type; ImportError: there is no prometheus_client."""
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    registry = CollectorRegistry()
-    registry.register(_Collector(metrics))
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    families: list[Any] = []
+    for name, kind, told, samples in metrics:
+        family: Any = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        families.append(family(name, told, labels=list(samples[0][0]) if samples else []))
+        for labels, value in samples:
+            families[-1].add_metric(list(labels.values()), value)
+    collector: Any = SimpleNamespace(collect=lambda: families)
+    return generate_latest(collector), CONTENT_TYPE_LATEST

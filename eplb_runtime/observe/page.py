@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -104,17 +103,8 @@ def finite(value: Any) -> Any:
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """A report: the page, and the summary as JSON and in words."""
-
-    html: str
-    summary: dict[str, Any]
-    text: str
-
-
-def report_of(source: Path) -> RunReport:
-    """Return the report of a run's folder.
+def report_of(source: Path) -> tuple[str, dict[str, Any], str]:
+    """Return the report of a run's folder: the page, and the summary as JSON and in words.
 
     Raises:
         FileError: it is none.
@@ -125,4 +115,4 @@ def report_of(source: Path) -> RunReport:
     state = state_of_run(source)
     summary = summary_of(state)
     html = page({"title": f"{source.resolve().name}: eplb_runtime", "view": view_of(state)})
-    return RunReport(html, summary, summary_text(summary, source))
+    return html, summary, summary_text(summary, source)

@@ -62,7 +62,7 @@ class Recorder:
         if self._ended or self._worker.closed:
             return
         if self._worker.waiting >= MOST_WAITING:
-            logger.warning("%s: the disk is too slow; %d windows of load are not recorded", self.run, len(load_TLE))
+            logger.warning("%s: the disk is too slow: %d windows of load were not recorded", self.run, len(load_TLE))
         else:
             self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
 

@@ -13,9 +13,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .. import __version__
 from ..config import BalancerConfig
 from ..events import CLOSING_SECONDS, MOST_WAITING, Event, EventLog
@@ -41,80 +38,22 @@ SUMMARY = "summary.json"
 Sink = Callable[[Record], None]
 
 
-class Observer:
-    """Makes a record of each event on its own thread and hands it to sinks, in order. Training never waits for it.
-
-    A sink that fails is named once in the log, and tried again with the next record.
-
-    Args:
-        start: where the experts are without a balancer.
-        speed_R: of the ranks, as the planner knows it.
-
-    Attributes:
-        sinks: by name.
-        left_out: events that were dropped because too many were waiting.
-    """
-
-    def __init__(self, start: Placement, speed_R: NDArray[np.float64] | None = None) -> None:
-        self._record_of = partial(record_of, start=start, speed_R=speed_R)
-        self._worker = Worker("eplb_runtime observer")
-        self.sinks: dict[str, Sink] = {}
-        self._closers: list[Callable[[], None]] = []
-        self._failing: set[str] = set()
-        self.left_out = 0
-
-    def add(self, name: str, sink: Sink, close: Callable[[], None] | None = None) -> None:
-        """Give a function the records from now on, on the observer's thread; ``close`` ends it."""
-        self.sinks = {**self.sinks, name: sink}
-        self._closers += [] if close is None else [close]
-
-    def follow(self, events: EventLog) -> None:
-        """Listen from now on."""
-        events.called_at_once.append(self.hear)
-
-    def hear(self, event: Event) -> None:
-        """Take an event; never waits, never raises."""
-        if self._worker.waiting >= MOST_WAITING:
-            self.left_out += 1
-        elif not self._worker.closed:
-            self._worker.submit(partial(self._hand_on, event, time.time()))
-
-    def close(self) -> None:
-        """Hand on all that was heard, if that is quick enough, and close the sinks."""
-        if not self._worker.closed:
-            for close in self._closers:
-                self._worker.submit(close)
-            self._worker.close(CLOSING_SECONDS)
-
-    def _hand_on(self, event: Event, now: float) -> None:
-        try:
-            record = self._record_of(event, now=now)
-        except Exception:
-            logger.exception("the event %s cannot be shown; the job goes on", event.name)
-            return
-        for name, sink in self.sinks.items():
-            try:
-                sink(record)
-            except Exception as error:
-                if name not in self._failing:
-                    logger.warning("%s: %s: %s; the job goes on", name, type(error).__name__, error)
-                self._failing.add(name)
-            else:
-                self._failing.discard(name)
-
-
-class Shown(Observer):
-    """What shows a job, on its rank 0: its state, kept up by the observer, and a server where one is asked for.
+class Shown:
+    """What shows a job, on its rank 0: makes a record of each event on a thread of its own and hands it to sinks, in
+    order: the job's state, its log, trackers. Training never waits for it. A sink that fails is named once in the log,
+    and tried again with the next record.
 
     Args:
         topology: of one EP group.
-        placement: where the experts are.
+        placement: where the experts are, and would be without a balancer.
         world_size: ranks of the job.
-        layers_of_stage: as for `job_record`.
         progress: how far training is; called on other threads.
+        layers_of_stage: as for `job_record`.
 
     Attributes:
         state: what the job has come to.
+        sinks: by name.
+        left_out: events that were dropped because too many were waiting.
         server: None: none was asked for, or its address could not be had.
 
     Raises:
@@ -130,16 +69,45 @@ class Shown(Observer):
         progress: Callable[[], Progress],
         layers_of_stage: Sequence[int] = (),
     ) -> None:
-        super().__init__(placement, config.speed_R)
-        self._config, self._progress, self.state = config, progress, RunState()
+        self._config, self._progress, self.state, self.left_out = config, progress, RunState(), 0
+        self._record_of = partial(record_of, start=placement, speed_R=config.speed_R)
+        self._worker, self._failing = Worker("eplb_runtime observer"), set[str]()
         fixed: dict[str, Any] = {"world_size": world_size, "version": __version__, "layers_of_stage": layers_of_stage}
         job = job_record(config, topology, placement, now=time.time(), **fixed)
         self.state.apply(job)
-        self.add("the state of the run", self.state.apply)
+        self.sinks: dict[str, Sink] = {"the state of the run": self.state.apply}
+        self._log: LineFile | None = None
         if config.run is not None:
-            writer = LineFile(Path(config.run) / NAME, job)
-            self.add("the event log", writer.write, writer.close)
+            self._log = LineFile(Path(config.run) / NAME, job)
+            self.sinks["the event log"] = self._log.write
         self.server = self._serve()
+
+    def follow(self, events: EventLog) -> None:
+        """Listen from now on."""
+        events.called_at_once.append(self.hear)
+
+    def hear(self, event: Event) -> None:
+        """Take an event; never waits, never raises."""
+        if self._worker.waiting >= MOST_WAITING:
+            self.left_out += 1
+        elif not self._worker.closed:
+            self._worker.submit(partial(self._hand_on, event, time.time()))
+
+    def _hand_on(self, event: Event, now: float) -> None:
+        try:
+            record = self._record_of(event, now=now)
+        except Exception:
+            logger.exception("the event %s cannot be shown; the job goes on", event.name)
+            return
+        for name, sink in list(self.sinks.items()):
+            try:
+                sink(record)
+            except Exception as error:
+                if name not in self._failing:
+                    logger.warning("%s: %s: %s; the job goes on", name, type(error).__name__, error)
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
 
     def track(self, tracker: Tracker) -> None:
         """Give it the numbers of each decision, on the observer's thread."""
@@ -148,11 +116,13 @@ class Shown(Observer):
             if record["event"] == "RebalancePlanned":
                 tracker(record["step"], scalars_of(self.state, self._progress()))
 
-        self.add(f"the tracker {len(self.sinks)}", sink)
+        self.sinks[f"the tracker {len(self.sinks)}"] = sink
 
     def close(self) -> None:
-        """Write what was heard, close the page, and log what the run has come to."""
-        super().close()
+        """Write what was heard, if that is quick enough, close the page, and log what the run has come to."""
+        if self._log is not None and not self._worker.closed:
+            self._worker.submit(self._log.close)
+        self._worker.close(CLOSING_SECONDS)
         if self.server is not None:
             self.server.close()
         summary = summary_of(self.state, self._progress())

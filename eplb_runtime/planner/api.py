@@ -198,7 +198,7 @@ def _problems(request: PlanRequest) -> Iterator[str]:
     if trust < 1 and cost is None:
         yield f"trust={trust:g} weighs seconds that are saved: give cost=CostModel(...), or leave trust out"
     if request.speed_R is not None and request.policy not in KNOWS_SPEEDS:
-        yield f"policy {request.policy!r} takes all ranks for equally fast: choose incremental for rank_speed"
+        yield f"policy {request.policy!r} takes all ranks for equally fast: choose policy='incremental' for rank_speed"
     for name in ("groups", "slots_per_rank", "max_moves", "max_bytes"):
         if (value := getattr(request, name)) is not None:
             check_whole_number(name, value)

@@ -61,7 +61,7 @@ class CostModel:
         if not self.crossing_price < MOST:
             raise ValueError(
                 f"crossing_seconds={self.crossing_seconds!r} beside step_seconds={self.step_seconds!r} and "
-                f"moe_share={self.moe_share!r}: give all of one step, in seconds"
+                f"moe_share={self.moe_share!r}: give all three for one step, in seconds"
             )
 
     def seconds_per_imbalance(self, num_layers: int, trust: float = 1.0) -> float:

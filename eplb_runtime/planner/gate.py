@@ -21,9 +21,9 @@ FloatArray = NDArray[np.float64]
 
 HELD = {
     "static": "policy='static' moves nothing",
-    "limits": "the limits of moves leave room for none",
+    "limits": "max_moves or max_bytes leaves room for no move",
     "noise": "no gain beyond noise",
-    "trust": "too little came true of earlier plans for a move to pay",
+    "trust": "earlier plans saved too little of what they predicted for a move to pay",
     "price": "no gain that pays for its transfer",
 }
 """Codes of why layers stay though a better placement is known, the first that holds any layer before the others."""

@@ -7,13 +7,15 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..observe.run_folder import JobRecord
+from ..planner import PlanError
 from ..planner.cost import HYSTERESIS
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.tables import counted
@@ -26,8 +28,7 @@ MOE_SHARE, LOW_SHARE, HIGH_SHARE = 0.4, 0.2, 0.6
 """Assumed shares of a step in expert work; the first one decides."""
 LEAST_SAVED = 0.01
 """Of a step: less is not worth a balancer, nor a replica slot."""
-CLOSE = 0.95
-"""Of the lowest imbalance that moved homes can have: they have it, nearly."""
+CLOSE = 0.95  # of the lowest imbalance that moved homes can have: they have it, nearly
 LEAST_INTERVALS, MOST_INTERVALS = 3, 20
 """One is planned on, two are judged at least; of a longer record, the newest are judged."""
 HORIZON_INTERVALS = 10
@@ -39,8 +40,8 @@ STEP_CHOICES = 65536
 STEP_SECONDS, STALL_SECONDS = 1.0, 0.05
 EXPERT_PARAMETERS = 3 * 7168 * 2048
 """DeepSeek-V3's."""
-CPU_BANDWIDTH = 1.0
-"""GB/s between the ranks of a job on CPUs."""
+CPU_BANDWIDTH = 1e9
+"""Bytes/s between the ranks of a job on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ class Figures:
     expert_bytes: int
     optimizer_bytes: int
     replica_slots: int  # of a rank, in the second plan that is tried; 0: homes alone are tried
-    ranks_of_load: int  # ranks that the load was summed over
 
     @property
     def ranks(self) -> int:
@@ -99,87 +99,66 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class DataParallel:
-    """A recorded job in which each rank held all experts, next to the same job with its experts spread and placed."""
-
-    step_seconds: float  # as recorded: no rank waits for another's tokens, and none travel
-    spread_step_seconds: float  # with the best placement and its moves, and with tokens that travel, as if not hidden
-    freed_bytes: int  # of a rank: weights and optimizer state of the experts that other ranks hold
-
-    def __str__(self) -> str:
-        seconds = f"takes {self.spread_step_seconds:.3g} s, data parallelism as recorded {self.step_seconds:.3g} s"
-        held = f"a rank holds {self.freed_bytes / 1e9:.2g} GB less"
-        slower = ", so spread only what does not fit" if self.spread_step_seconds > self.step_seconds else ""
-        return f"Spread, with tokens that travel, a step {seconds}{slower}; {held}.{' If spread:' if slower else ''}"
-
-
-@dataclass(frozen=True)
 class Assessment:
     """The verdict and what it rests on."""
 
     figures: Figures
     verdict: str  # a sentence that says whether it pays
     advice: str  # and what to do next
-    left_out: int = 0  # recorded windows that are of other numbers of steps than most
+    notes: tuple[str, ...]  # sentences on what is compared, said ahead of the answer
     windows: int = 0  # that were judged
     ways: Mapping[str, Scenario] = field(default_factory=dict)  # "now", "homes" and "replicas"; those that were judged
     best: Scenario | None = None  # the one that the advice is of; None: the record cannot say
-    data_parallel: DataParallel | None = None  # None: another job was recorded, or its seconds are not known
-    notes: tuple[str, ...] = ()  # sentences on what is compared, said ahead of the answer
+    data_parallel: Mapping[str, float] | None = None  # as `_data_parallel` returns it; None: not known
 
     @property
     def pays(self) -> bool | None:
         return None if self.best is None else self.best.pays(self.figures.shares[0])
 
-    @property
-    def saved(self) -> tuple[float, float, float] | None:
-        """Return the share of a step that it takes less: for the share that is known, the least and the most."""
-        if self.best is None:
-            return None
-        share, low, high = map(self.best.saved, self.figures.shares)
-        return share, min(low, high), max(low, high)
-
     def fields(self) -> dict[str, Any]:
         """Return what ``eplb-runtime assess --json`` prints; what was not judged is null."""
-        names = ("now", "homes", "replicas")
+        names, best = ("now", "homes", "replicas"), self.best
+        saved = dict.fromkeys(("share", "low", "high")) if best is None else _saved(best, self.figures)
         return {
             "pays": self.pays,
             "imbalance": {name: self.ways[name].imbalance if name in self.ways else None for name in names},
-            "step_saved": dict(zip(("share", "low", "high"), self.saved or (None,) * 3, strict=True)),
-            "move_seconds": None if self.best is None else self.best.move_seconds,
-            "data_parallel": None if self.data_parallel is None else asdict(self.data_parallel),
-            "advice": self.advice if self.best is not None else self.paragraph(),
+            "step_saved": saved,
+            "move_seconds": None if best is None else best.move_seconds,
+            "data_parallel": self.data_parallel,
+            "advice": self.paragraph() if best is None else self.advice,
         }
 
     def paragraph(self) -> str:
         """Return the answer in words, on one line."""
-        if self.best is None or self.saved is None:
-            return f"{self.verdict} {self.advice}"
-        figures, now, homes, replicas = self.figures, self.ways["now"], self.ways["homes"], self.ways.get("replicas")
-        ways = f"with homes moved {homes.imbalance:.2f}x"
-        ways += "" if replicas is None else f", {replicas.name} {replicas.imbalance:.2f}x"
-        share, low, high = self.saved
-        word, sign, span = ("less", 1, "") if share >= 0 else ("more", -1, "")
-        if figures.share_is_assumed and low != high:
-            least, most = sorted((sign * low, sign * high))
-            digits = 0 if max(abs(least), abs(most)) >= 0.0195 else 1
-            span = f" ({least * 100:.{digits}f} to {most:.{digits}%} for {figures.shares[1] * 100:.0f} to "
-            span += f"{figures.shares[2]:.0%})"
-        work = f"If {figures.shares[0]:.0%} of a step is expert work"
-        if figures.share_source:
-            work = f"With {figures.shares[0]:.0%} of a step in expert work ({figures.share_source})"
-        seconds = self.best.move_seconds
-        moving = f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
-        said = [
-            *self.notes,
-            f"{figures.ranks} ranks: the busiest rank has {now.imbalance:.2f}x the mean load; {ways} (planned on the "
-            f"past, judged on what came next, {self.windows} windows). {work}, a step takes {_percent(sign * share)} "
-            f"{word}{span}; moving costs {moving} every {_steps(figures.every)}.",
-            *([] if self.data_parallel is None else [str(self.data_parallel)]),
-            self.verdict,
-            self.advice,
-        ]
-        return " ".join(said).replace("%", " %")
+        figures, said = self.figures, [*self.notes]
+        if self.best is not None:
+            share, low, high = _saved(self.best, figures).values()
+            sign, span, ways = 1 if share >= 0 else -1, "", [f"with homes moved {self.ways['homes'].imbalance:.2f}x"]
+            ways += [f"{way.name} {way.imbalance:.2f}x" for name, way in self.ways.items() if name == "replicas"]
+            if figures.share_is_assumed and low != high:
+                digits = 0 if max(abs(low), abs(high)) >= 0.0195 else 1
+                least, most = (f"{100 * one:.{digits}f}" for one in sorted((sign * low, sign * high)))
+                span = f" ({least} to {most}% for {100 * figures.shares[1]:.0f} to {figures.shares[2]:.0%})"
+            work = f"If {figures.shares[0]:.0%} of a step is expert work"
+            if figures.share_source:
+                work = f"With {figures.shares[0]:.0%} of a step in expert work ({figures.share_source})"
+            seconds = self.best.move_seconds
+            moving = f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
+            said.append(
+                f"{figures.ranks} ranks: the busiest rank has {self.ways['now'].imbalance:.2f}x the mean load; "
+                f"{', '.join(ways)} (planned on the past, judged on what came next, {self.windows} windows). {work}, "
+                f"a step takes {_percent(sign * share)} {'less' if sign > 0 else 'more'}{span}; moving costs {moving} "
+                f"every {_steps(figures.every)}."
+            )
+        if self.data_parallel is not None:
+            before, after, freed = self.data_parallel.values()
+            slower = after > before
+            said.append(
+                f"Spread, with tokens that travel, a step takes {after:.3g} s, data parallelism as recorded "
+                f"{before:.3g} s{', so spread only what does not fit' * slower}; a rank holds {freed / 1e9:.2g} GB "
+                f"less.{' If spread:' * slower}"
+            )
+        return " ".join([*said, self.verdict, self.advice]).replace("%", " %")
 
 
 def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
@@ -195,16 +174,18 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
 
     Raises:
         PlanError: the load cannot be planned for.
-        ValueError: the ranks of a node do not divide the ranks, or a bandwidth is not positive.
+        TopologyError: the ranks of a node do not divide the ranks.
     """
-    whole, record = len(record.load), record.alike()
-    left_out = whole - len(record.load)
+    whole, record, notes = len(record.load), record.alike(), list[str]()
     figures = figures_of(record, given)
+    if left_out := whole - len(record.load):
+        few = f"Windows of other numbers of steps than {record.steps_per_window}, as most have, were left out"
+        notes.append(f"{few}: {left_out} of {whole}.")
     if why := _why_not(record, figures):
-        return Assessment(figures, *why, left_out)
+        return Assessment(figures, *why, tuple(notes))
     # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
     load = record.load[record.load.any(axis=(1, 2))][-(MOST_INTERVALS + 1) * figures.every_windows :]
-    load = load * (figures.ranks / figures.ranks_of_load)
+    load = load * (figures.ranks / (record.job.ranks or figures.ranks))
     series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
     figures, model, step_seconds = _calibrated(record, series, figures)
     ways = _ways(series, figures, model, step_seconds)
@@ -223,18 +204,16 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
         hottest = float((load.max(axis=2) * figures.ranks / np.maximum(load.sum(axis=2), 1)).mean())
         steps = int(record.load.any(axis=(1, 2)).sum()) * figures.steps_per_window
         verdict, advice = _why_it_does_not_pay(figures, steps, now, best, hottest)
-    notes, beside = [], None
+    beside = None
     if record.job.ep_size == 1:
         if figures.step_seconds == record.job.step_seconds and not figures.share_is_assumed:
             beside = _data_parallel(figures, load, model, best if best.pays(share) else now, step_seconds)
-        notes.append(
-            "The recorded job has no expert parallelism; compared is the same job with its experts spread over "
-            f"{figures.ranks} ranks in logical order, before and after balancing."
-        )
+        spread = f"compared is the same job with its experts spread over {figures.ranks} ranks in logical order"
+        notes.append(f"The recorded job has no expert parallelism; {spread}, before and after balancing.")
     if record.job.takes_no_replicas and not figures.replica_slots:
         notes.append("The framework's layers hold no replicas, so homes alone are tried.")
     windows = len(load) - figures.every_windows
-    return Assessment(figures, verdict, advice, left_out, windows, ways, best, beside, tuple(notes))
+    return Assessment(figures, verdict, advice, tuple(notes), windows, ways, best, beside)
 
 
 def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: float) -> dict[str, Scenario]:
@@ -243,7 +222,7 @@ def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: floa
     homes = experts // figures.ranks
     if slots > experts - homes:
         have = f"a rank has homes for {homes} of {experts} experts"
-        raise ValueError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
+        raise PlanError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
     named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
     tried = {"now": ("as it is", "static", 0), "homes": ("homes moved", "incremental", 0)}
     tried |= {"replicas": (named, "incremental", slots)} if slots else {}
@@ -270,15 +249,22 @@ def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: floa
 
 def _data_parallel(
     figures: Figures, load: FloatArray, model: StepModel, way: Scenario, step_seconds: float
-) -> DataParallel:
-    """Return the comparison with one way to place experts; ``step_seconds``: of a step that places them in order."""
+) -> dict[str, float]:
+    """Compare a recorded job in which each rank held all experts with one way to place them; ``step_seconds``: of a
+    step that places them in order.
+
+    Returns:
+        ``step_seconds`` as recorded, in which no rank waits for another's tokens, and none travel;
+        ``spread_step_seconds``, with moves and tokens that travel, as if nothing hid them; ``freed_bytes`` of a rank,
+        weights and optimizer state of the experts that other ranks hold.
+    """
     tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
-    sending = replace(model, activation_bytes=max(1, figures.expert_bytes // figures.expert_parameters))
-    travel = sending.seconds(tokens_L, figures.topology) - model.seconds(tokens_L, figures.topology)
+    nbytes = max(1, figures.expert_bytes // figures.expert_parameters)
+    travel = replace(model, activation_bytes=nbytes, flops=inf).seconds(tokens_L, figures.topology)
     elsewhere = load.shape[1] * (load.shape[2] - load.shape[2] // figures.ranks)
     freed = (figures.expert_bytes + figures.optimizer_bytes) * elsewhere
     spread = step_seconds * (1 - way.saved(figures.shares[0]) + way.moving) + travel
-    return DataParallel(figures.step_seconds, spread, freed)
+    return {"step_seconds": figures.step_seconds, "spread_step_seconds": spread, "freed_bytes": freed}
 
 
 def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
@@ -306,16 +292,13 @@ def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights with bfloat16 ones
-    intra, inter = (
-        1e9 * resolve(name, getattr(job, name), CPU_BANDWIDTH if job.device == "cpu" else default / 1e9)
-        for name, default in (
-            ("intra_node_bandwidth", DEFAULT_INTRA_NODE_BANDWIDTH),
-            ("inter_node_bandwidth", DEFAULT_INTER_NODE_BANDWIDTH),
-        )
-    )
+    links = (DEFAULT_INTRA_NODE_BANDWIDTH, DEFAULT_INTER_NODE_BANDWIDTH)
+    assumed = (CPU_BANDWIDTH, CPU_BANDWIDTH) if job.device == "cpu" else links
+    names = ("intra_node_bandwidth", "inter_node_bandwidth")
+    bandwidths = [1e9 * resolve(name, getattr(job, name), one / 1e9) for name, one in zip(names, assumed, strict=True)]
     slots = given.get("replica_slots")
     return Figures(
-        topology=Topology(ranks, node, intra, inter),
+        topology=Topology(ranks, node, *bandwidths),
         every=steps * max(1, every // steps),  # plans are made between windows
         steps_per_window=steps,
         step_seconds=resolve("step_seconds", job.step_seconds, STEP_SECONDS),
@@ -325,7 +308,6 @@ def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
         expert_bytes=weights,
         optimizer_bytes=job.optimizer_bytes or of_adam,
         replica_slots=(0 if job.takes_no_replicas else 1) if slots is None else slots,
-        ranks_of_load=job.ranks or ranks,
     )
 
 
@@ -336,28 +318,21 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
     if ranks == 1:
         on_one = "The record is of one rank" if record.job.ranks == 1 else "There is one rank"
         return f"{on_one} (EP 1), which holds all experts: there is nothing to balance.", "Give --ranks R of the job."
-    if experts == 1:
-        return "There is one expert, which no placement divides.", "Record a model of several."
     if said := looks_partial(record.load):
         return f"It cannot be said: {said}", "Give the sum of all ranks' counts."
     if experts % ranks:
-        dividing = [size for size in range(2, experts + 1) if experts % size == 0]
-        near = sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])
-        sizes = " or ".join(map(str, near))
-        have = f"{ranks} ranks do not divide {experts} experts, as homes need."
-        return have, f"Give --ranks {sizes}, or --experts if there are more."
+        dividing = [size for size in range(1, experts + 1) if experts % size == 0 and size > 1] or [1]
+        near = " or ".join(map(str, sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])))
+        have = f"{ranks} ranks do not divide {counted(experts, 'expert')}, as homes need."
+        return have, f"Give --ranks {near}, or --experts if there are more."
     if not windows:
         return "No token has been recorded.", "Record a job that trains."
-    least = LEAST_INTERVALS * figures.every_windows
-    if windows >= least:
+    if windows >= (least := LEAST_INTERVALS * figures.every_windows):
         return None
     have = f"{counted(windows * steps, 'step')} {'was' if windows * steps == 1 else 'were'} recorded"
     smaller = windows // LEAST_INTERVALS * steps
-    or_less = f", or give --every {smaller}" if smaller else ""
-    return (
-        f"Too few steps: {have}, and a plan every {_steps(figures.every)} needs {least * steps}.",
-        f"Record {least * steps} steps or more{or_less}.",
-    )
+    more = f"Record {least * steps} steps or more{f', or give --every {smaller}' if smaller else ''}."
+    return f"Too few steps: {have}, and a plan every {_steps(figures.every)} needs {least * steps}.", more
 
 
 def _calibrated(record: JobRecord, series: Series, figures: Figures) -> tuple[Figures, StepModel, float]:
@@ -382,13 +357,12 @@ def _calibrated(record: JobRecord, series: Series, figures: Figures) -> tuple[Fi
     now = float(np.mean([window.step_seconds for window in static.windows]))
     over_even = now / model.seconds(tokens_L, figures.topology)
     measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else over_even)
-    share = figures.shares[0]
+    share = known = figures.shares[0]
     if figures.share_source:
         longer = share * over_even / measured_at
         share = longer / (1 - share + longer)
-        source = figures.share_source
-        if f"{share:.0%}" != f"{figures.shares[0]:.0%}":
-            source = f"worked out from {figures.shares[0]:.0%} measured, with other imbalance"
+        is_same = f"{share:.0%}" == f"{known:.0%}"
+        source = "measured" if is_same else f"worked out from {known:.0%} measured, with other imbalance"
         figures = replace(figures, shares=(share, share, share), share_source=source)
     seconds = figures.step_seconds
     if record.job.step_seconds and figures.step_seconds == record.job.step_seconds:
@@ -411,25 +385,31 @@ def _why_it_does_not_pay(
     figures: Figures, steps: int, now: Scenario, best: Scenario, hottest: float
 ) -> tuple[str, str]:
     """Return the verdict with its reason, and what to try; ``steps``: training steps that were recorded."""
-    longer = 4 * figures.every
+    longer, share = 4 * figures.every, figures.shares[0]
     judged = longer if longer * LEAST_INTERVALS <= steps else steps // LEAST_INTERVALS
-    rarer = f"Try a longer interval: --every {judged}."
+    advice = f"Try a longer interval: --every {judged}."
     if judged < 2 * figures.every:
-        rarer = f"Record {LEAST_INTERVALS * longer} steps or more, and try a longer interval: --every {longer}."
-    again = "Ask again when the router's load has changed."
-    even = 1 - 1 / now.imbalance
-    if figures.shares[0] * even < LEAST_SAVED:
-        reason = "the load is balanced" if MOE_SHARE * even < LEAST_SAVED else "expert work is a small share of a step"
-        saved = _percent(figures.shares[0] * even)
-        return f"It does not pay: {reason}, and even load would save {saved} of a step.", again
-    if best.saved(figures.shares[0]) < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
-        reason = f"the hottest expert alone has {hottest:.2f}x the tokens of a rank, and homes cannot share it"
-        return f"It does not pay: {reason}.", "Try --replica-slots 1, where the framework takes replicas."
-    if not best.rebalances:
-        return "It does not pay: no move would have saved what it costs.", rarer
-    if best.saved(figures.shares[0]) < LEAST_SAVED:
-        return "It does not pay: the load that comes is too unlike the past that plans are made for.", again
-    return f"It does not pay: moving takes {_percent(best.moving)} of the time of all steps.", rarer
+        advice = f"Record {LEAST_INTERVALS * longer} steps or more, and try a longer interval: --every {longer}."
+    again, even = "Ask again when the router's load has changed.", 1 - 1 / now.imbalance
+    if share * even < LEAST_SAVED:
+        small = "the load is balanced" if MOE_SHARE * even < LEAST_SAVED else "expert work is a small share of a step"
+        reason, advice = f"{small}, and even load would save {_percent(share * even)} of a step", again
+    elif best.saved(share) < LEAST_SAVED and not figures.replica_slots and hottest > CLOSE * best.imbalance:
+        reason = f"the hottest expert alone has {hottest:.2f}x the mean tokens of a rank, and a home cannot be split"
+        advice = "Try --replica-slots 1, where the framework takes replicas."
+    elif not best.rebalances:
+        reason = "no move would have saved what it costs"
+    elif best.saved(share) < LEAST_SAVED:
+        reason, advice = "the load that follows is too unlike the past that plans are made from", again
+    else:
+        reason = f"moving takes {_percent(best.moving)} of the time of all steps"
+    return f"It does not pay: {reason}.", advice
+
+
+def _saved(best: Scenario, figures: Figures) -> dict[str, float]:
+    """Return the share of a step that it takes less: for the share that is known, the least and the most."""
+    share, *span = map(best.saved, figures.shares)
+    return {"share": share, "low": min(span), "high": max(span)}
 
 
 def _steps(interval: int) -> str:

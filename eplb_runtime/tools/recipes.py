@@ -9,14 +9,14 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..hosts.megatron import settings as megatron
 from ..hosts.megatron.settings import Unknown
-from ..hosts.refusals import Exact, Refusal
+from ..hosts.refusals import Refusal
 from ..hosts.transformers import settings as transformers
 from ..utils.files import FileError, require_readable
 
@@ -32,13 +32,12 @@ FLAGS: Mapping[str, tuple[str, Any]] = {
     "use_custom_fsdp": ("use_megatron_fsdp", True),
     "use_torch_fsdp2": ("use_megatron_fsdp", True),
     "cuda_graph_scope": ("cuda_graph_modules", True),
-    "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", False),
     **dict.fromkeys(("lora_rank", "lora.rank"), ("lora", True)),
     "lora.target_modules": ("lora_target_modules", True),
 }
 """Megatron's flags with ``_`` for ``-``, and verl's adapters: the setting, and its value where none follows."""
 OF_THE_MODEL = Unknown("of the model's own config")
-BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0, "gradient_accumulation_fusion": True}
+BY_FLAGS = {"num_moe_experts": OF_THE_MODEL, "optimizer_offload_fraction": 1.0}
 RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
 BY_VERL = {**RL, **dict.fromkeys(("num_moe_experts", "moe_router_topk", "moe_permute_fusion"), OF_THE_MODEL)}
 """Defaults of Megatron-LM's flags, of slime and verl, and of verl, where those of Megatron's configs are others."""
@@ -56,10 +55,6 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
 _SEPARATORS = ";&|()<>\n"
 
 
-class RecipeError(FileError):
-    """A recipe that cannot be judged; the message names it and says why."""
-
-
 class Recipe(NamedTuple):
     """Configuration of one job; ``defaults`` are those that are not Megatron's. Values may be `Unknown`."""
 
@@ -69,29 +64,21 @@ class Recipe(NamedTuple):
     of: str = megatron.VERSION
 
 
-@dataclass(frozen=True)
-class RecipeAnswer:
-    """Whether a recipe's job could be balanced; None in a field: not known."""
+def answer(recipe: Recipe) -> dict[str, Any]:
+    """Judge a recipe by the checks that `attach` makes; FileError: a size is no whole number of at least 1.
 
-    attaches: bool | None
-    exact: Exact | None
-    refused: list[Refusal]
-    undecided: list[str]  # settings that a check needs and that are not known
-    assumed: dict[str, Any]  # defaults of settings that the recipe does not give
-    unknown: dict[str, str]  # settings whose value the recipe does not show, and where it comes from
-
-
-def answer(recipe: Recipe) -> RecipeAnswer:
-    """Judge a recipe by the checks that `attach` makes; RecipeError: a size is no whole number of at least 1."""
+    Returns:
+        ``attaches`` and ``exact`` (None: not known), ``refused``, ``undecided`` settings that a check needs and that
+        are not known, ``assumed`` defaults, and ``unknown`` settings that the recipe does not show, with their source.
+    """
     given = recipe.options
     if recipe.of == transformers.VERSION:
-        found = list(transformers.refusals(given))
-        return RecipeAnswer(not found, None if found else transformers.exact(given), found, [], {}, {})
-    sizes = [name for name, default in megatron.DEFAULTS.items() if type(default) is int]
-    for name in (*sizes, "world_size"):
-        size = given.get(name, 1)
-        if not isinstance(size, Unknown) and not (isinstance(size, int) and size >= 1):
-            raise RecipeError(f"{recipe.name}: {name} is {size!r}, and must be a whole number of at least 1")
+        found = [asdict(one) for one in transformers.refusals(given)]
+        exact = None if found else transformers.exact(given)
+        return {"attaches": not found, "exact": exact, "refused": found, "undecided": [], "assumed": {}, "unknown": {}}
+    for name in ("world_size", *(name for name, default in megatron.DEFAULTS.items() if type(default) is int)):
+        if not isinstance(size := given.get(name, 1), Unknown) and not (isinstance(size, int) and size >= 1):
+            raise FileError(f"{recipe.name}: {name} is {size!r}, and must be a whole number of at least 1")
     settings = megatron.settings_of({**recipe.defaults, **given})
     values, refused = {"world_size": given.get("world_size"), **settings.values}, list[Refusal]()
     for whole, parts in ((EXPERTS, (EP,)), ("world_size", ("pipeline_model_parallel_size", EP))):
@@ -104,44 +91,46 @@ def answer(recipe: Recipe) -> RecipeAnswer:
     settings.undecided.clear()
     exact = megatron.exact(settings)
     unknown = {name: str(value) for name, value in settings.values.items() if isinstance(value, Unknown)}
-    assumed = {name: value for name, value in settings.values.items() if name not in {*given, *unknown}}
-    attaches = False if refused else None if undecided else True
-    return RecipeAnswer(
-        attaches, None if refused or settings.undecided else exact, refused, undecided, assumed, unknown
-    )
+    return {
+        "attaches": False if refused else None if undecided else True,
+        "exact": None if refused or settings.undecided else exact,
+        "refused": [asdict(one) for one in refused],
+        "undecided": undecided,
+        "assumed": {name: value for name, value in settings.values.items() if name not in {*given, *unknown}},
+        "unknown": unknown,
+    }
 
 
 def read_recipe(path: str) -> Recipe:
     """Return the recipe of a JSON file, Accelerate's YAML, a shell script or a text.
 
     Raises:
-        RecipeError: there is no recipe of a model with experts in it.
-        FileError, OSError: it cannot be read.
+        FileError: there is no recipe of a model with experts in it, or it cannot be read.
+        OSError: there is no such file.
     """
-    file, is_json = Path(path), path.endswith((".json", ".yaml", ".yml"))
+    file, kind = Path(path), {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(Path(path).suffix)
     require_readable(file, MOST_BYTES)
     text = file.read_text(errors="replace")
     try:
-        content = _parsed(path, text) if is_json else list(_words(text))
-    except ValueError as error:  # of json, and of shlex
-        raise RecipeError(f"{path}: not {'JSON' if is_json else 'words of a shell'}: {error}") from None
+        content: Any = json.loads(text) if kind == "JSON" else _yaml(text) if kind else list(_words(text))
+    except Exception as error:  # of json, yaml or shlex, or there is no pyyaml
+        raise FileError(f"{path}: not {kind or 'words of a shell'}: {' '.join(str(error).split())}") from None
     if options := transformers.options_of(content):
         return Recipe(file.stem, options, {}, transformers.VERSION)
-    recipe = _of_json(file, content) if is_json else _of_script(file.stem, content)
+    if kind and (not isinstance(content, Mapping) or content.get("host") != "megatron"):
+        raise FileError(f'{path}: no recipe: write an object with "host": "megatron" and its settings')
+    given = {name: value for name, value in content.items() if value is not None} if kind else {}
+    of_model = dict.fromkeys((EXPERTS, "moe_router_topk"), OF_THE_MODEL)
+    recipe = Recipe(file.stem, given, of_model) if kind else _of_script(file.stem, content)
     if all(recipe.options.get(name) in (None, 0, 1) for name in (EXPERTS, EP)):
-        raise RecipeError(f"{path}: no setting of experts in it ({EXPERTS}, {EP}) nor DistributedConfig: attach says")
+        raise FileError(f"{path}: no setting of experts in it ({EXPERTS}, {EP}) nor DistributedConfig: attach says")
     return recipe
 
 
-def _parsed(path: str, text: str) -> Any:
-    if path.endswith(".json"):
-        return json.loads(text)
-    try:
-        import yaml
+def _yaml(text: str) -> Any:
+    import yaml
 
-        return yaml.safe_load(text)
-    except Exception as error:
-        raise RecipeError(f"{path}: not YAML, or there is no pyyaml: {' '.join(str(error).split())}") from None
+    return yaml.safe_load(text)
 
 
 def value_of(text: str) -> Any:
@@ -153,13 +142,6 @@ def value_of(text: str) -> Any:
         if isinstance(number := ast.literal_eval(plain), int | float):
             return number
     return {"true": True, "false": False, "null": None, "none": None}.get(plain.lower(), plain)
-
-
-def _of_json(path: Path, entry: Any) -> Recipe:
-    if not isinstance(entry, Mapping) or entry.get("host") != "megatron":
-        raise RecipeError(f'{path}: no recipe: write an object with "host": "megatron" and its settings')
-    options = {name: value for name, value in entry.items() if value is not None}
-    return Recipe(path.stem, options, dict.fromkeys((EXPERTS, "moe_router_topk"), OF_THE_MODEL))
 
 
 def _of_script(name: str, words: Sequence[str]) -> Recipe:

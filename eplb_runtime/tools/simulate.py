@@ -217,7 +217,7 @@ def simulate(
     """
     windows, layers, experts = series.load.shape
     if windows == 1:
-        raise PlanError("a series of one window has none that comes next to judge a plan by: give a longer series")
+        raise PlanError("a series of one window has no next window to judge a plan by: give a longer series")
     if not 0 < series.every < windows:
         raise PlanError(
             f"a series of {windows} windows cannot be replanned every {series.every}: give --every between 1 and "

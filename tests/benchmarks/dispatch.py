@@ -91,7 +91,7 @@ def _ways(
     if not ours:
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
     for name in ("all_to_all", "hierarchical", "deepep"):
-        choice = choose_together(BalancerConfig(dispatch=name), group, topology, device, SECONDS_TO_AGREE)
+        choice = choose_together(BalancerConfig(dispatch=name), group, topology, slots, device, SECONDS_TO_AGREE)
         if choice.problem:
             left_out += [
                 {"dispatch": title, "why": choice.problem} for title in dict.fromkeys(v[0] for v in _variants(name))

@@ -51,7 +51,7 @@ def _parser(measure: Callable[..., Mapping[str, Any]], ranks: int) -> argparse.A
         parser.add_argument("--device", dest="on", choices=("cpu", "cuda"), default="cpu")
     for name, parameter in inspect.signature(measure).parameters.items():
         default = parameter.default
-        if name in ("device", "on_progress", "work", "sizes"):  # for tests, which are smaller
+        if name in ("device", "on_progress"):  # for tests, which are smaller
             continue
         if name == "loads":
             parser.add_argument(name, nargs="*", help="load files")

@@ -49,7 +49,6 @@ def run(
     experts: int = 256,
     ranks_of_job: int = 64,
     hidden: int = 7168,
-    on_progress: Callable[[str], None] = lambda said: None,
     calls: int = CALLS,
 ) -> dict[str, Any]:
     """A batch of one rank, as kernels see it; bfloat16 rows. The three ways of a kernel take turns, the least of each
@@ -59,7 +58,6 @@ def run(
         device: a GPU, or a CPU in Triton's interpreter.
         repeats: of each timing.
         tokens, top_k, experts, ranks_of_job, hidden: of the batch; one replica slot a rank.
-        on_progress: counts what is measured next.
         calls: of a timing.
 
     Returns:
@@ -69,7 +67,6 @@ def run(
     """
     rows = []
     for kernel in _kernels(device, tokens, top_k, experts, ranks_of_job, hidden):
-        on_progress(kernel.name)
         ways = [partial(_repeatedly, way, calls) for way in (kernel.launch, kernel.reference, kernel.least)]
         seconds = timed(ways, repeats, device) / calls
         us, reference, least = (1e6 * seconds.min(dim=0).values).tolist()

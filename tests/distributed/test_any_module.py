@@ -359,9 +359,6 @@ def refusals(rank: int) -> list[str]:
     except ValueError as error:
         said.append(str(error))
     balancer.close()
-    hooked = ours.Model()
-    hooked.layers[0].experts[2][0].register_forward_hook(lambda module, inputs, out: 2 * out)
-    refused([moe], stack=True, model=hooked)
     dist.barrier()
     return said
 
@@ -373,11 +370,10 @@ def test_what_cannot_be_balanced_is_refused_in_one_line_and_nothing_is_changed()
         "takes 1 arguments",
         "names the same experts twice",
         "alignment=16 must be 1 or more, and is for a compute= of your own",
-        "only equal experts",
+        "experts.3 is not a module as",
         "share tensors",
         "keeps buffers",
         "expert ids (integers) and router weights, in this order",
-        "experts.2 has other hooks",
     )
     said = run_ranks(2, refusals)
     assert said[0] == said[1]

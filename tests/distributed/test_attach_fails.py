@@ -168,6 +168,24 @@ def test_no_hook_on_gradients_is_left() -> None:
     assert run_ranks(2, hooks_left) == [{0}, {0}]
 
 
+def layers_called(rank: int) -> tuple[str, list[int]]:
+    """What is said where rank 1 alone is refused, and which ranks have called experts by then."""
+    model = make_model("olmoe", experts=EXPERTS)
+    experts, called = model.model.layers[0].mlp.experts, []
+    own = experts.forward
+    experts.forward = lambda *given: called.append(rank) or own(*given)
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if rank == 0 or "experts" not in name])
+    with pytest.raises(AttachError) as raised:
+        attach(model, optimizer)
+    return str(raised.value), called
+
+
+def test_layers_are_called_once_no_rank_is_refused() -> None:
+    """A layer of the user's own may wait for other ranks."""
+    for said, called in run_ranks(2, layers_called):
+        assert "the optimizer does not hold" in said and called == []
+
+
 def meta(rank: int) -> str:
     """Rank 1's code does not make a buffer anew that is in no checkpoint."""
     with torch.device("meta"):
@@ -185,7 +203,7 @@ def meta(rank: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = run_ranks(2, left_alone)
-    assert first == "rank 2 did not come to attach within 0.5 s: it is collective, every rank calls it"
+    assert first == "rank 2 did not come to attach within 0.5 s: it is collective: call it on every rank"
     assert "rank 2 did not come to attach" in second
 
 

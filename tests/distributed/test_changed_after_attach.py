@@ -134,24 +134,6 @@ def adapt(model: nn.Module) -> None:
     model.lm_head.register_forward_hook(lambda module, args, out: out + module.adapter(args[0]))
 
 
-def unfrozen(rank: int) -> dict[str, Tensor]:
-    """Trained from the second step on: gradients as where they were trained from the start."""
-    found = []
-    for frozen_first in (True, False):
-        model = moe_model()
-        for layer in model.model.layers:
-            layer.mlp.experts.requires_grad_(not frozen_first)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        attach(model, optimizer, config=config(policy="static"))
-        train(model, optimizer, steps=2)
-        for layer in model.model.layers:
-            layer.mlp.experts.requires_grad_(True)
-        loss_of(model, 3).backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return {}
-
-
 def with_copies() -> eplb.BalancerConfig:
     """Of the first home of the other rank, in each layer; nothing moves."""
     placement = eplb.Placement.initial(2, EXPERTS, 2, 1)
@@ -309,11 +291,6 @@ def stepped_after_it_was_let_go() -> None:
     train(model, old)
 
 
-def adopted_with_fewer_experts() -> None:
-    model, balancer, old, _ = let_go()
-    balancer.adopt(AdamW(model.lm_head.parameters()), instead_of=old)
-
-
 def adopted_inside_a_step() -> None:
     model, balancer, old, new = let_go()
     loss_of(model, 1).backward()
@@ -377,13 +354,12 @@ REFUSED: dict[Callable[[], None], str] = {
     unknown_second_optimizer: "a AdamW that the balancer does not know steps lm_head.weight",
     adopted_what_another_has: "lm_head.weight is in several optimizers: give each parameter to one, and let go",
     stepped_after_it_was_let_go: "balancer.adopt(optimizer), with instead_of=old where it replaces one",
-    adopted_with_fewer_experts: "is in the optimizer that goes and not in the one that comes",
     adopted_inside_a_step: "adopt() between a backward pass and the optimizer's step",
     written_and_not_said: "call balancer.weights_changed() after writing, on every rank",
     adapters_unknown: "lm_head.adapter.weight was added after attach",
     replaced: "model.layers.1.mlp.experts.down_proj was replaced after attach",
     unfrozen_with_copies: "was frozen when the model was attached and is trained now",
-    in_ddp_before: "attach first, then wrap it",
+    in_ddp_before: "attach first, then wrap the very module",
     each_rank_a_part: "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own",
 }
 

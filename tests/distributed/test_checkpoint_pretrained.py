@@ -166,10 +166,6 @@ def test_the_models_own_fused_names_are_read_too_and_cast_to_its_dtype(by_slot: 
 
 
 def refusals(rank: int, folder: str) -> dict[str, str]:
-    def with_state_on_meta() -> None:
-        model = on_meta("olmoe")
-        eplb.attach(model, torch.optim.Adagrad(model.parameters()), device="cpu")
-
     def with_an_odd_buffer() -> None:
         model = on_meta("olmoe")
         model.model.register_buffer("odd", torch.ones(3, device="meta"), persistent=False)
@@ -179,7 +175,6 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     eplb.attach(model, device="cpu")
     cases: dict[str, Callable[[], object]] = {
         "attach(..., device='cuda')": lambda: eplb.attach(on_meta("olmoe")),
-        "Adagrad has made its state on the meta device": with_state_on_meta,
         "buffer odd of OlmoeModel is in no checkpoint": with_an_odd_buffer,
         "has no model.safetensors and no model.safetensors.index.json": lambda: load(model, folder),
         "lacks model.norm.weight (1 such weights)": lambda: load(model, folder + "/missing"),

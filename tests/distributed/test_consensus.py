@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,15 +19,20 @@ from support import training
 from support.seen import heard
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed.ballot import Ballot, Verdict
 from eplb_runtime.distributed.consensus import (
     Agreement,
+    Ballot,
     ConsensusError,
+    Verdict,
     all_equal,
     extremes,
     first_problem,
     gather_bytes,
 )
+from eplb_runtime.distributed.control_channel import ConnectionLost, ControlChannel
+from eplb_runtime.distributed.points import unobserved
+from eplb_runtime.distributed.process_groups import ProcessGroups
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.distributed.store import JobStore
 
 
@@ -80,6 +86,20 @@ def test_ranks_that_differ_are_named_on_all_of_them() -> None:
 LONGER_THAN_A_TEST = 3600.0
 
 
+def fail_at_work(rank: int) -> str:
+    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), LONGER_THAN_A_TEST, only_control=True)
+    channel = ControlChannel(groups, Mock(), lambda: None, unobserved)
+    with pytest.raises(ConnectionLost) as lost:
+        channel.run(lambda _, agreement: agreement.gather(torch.tensor({0: rank}[rank])))
+    return str(lost.value)
+
+
+def test_a_mistake_in_work_of_one_rank_leaves_no_other_waiting() -> None:
+    """Rank 1's work fails ahead of its first collective, in which rank 0 waits for it."""
+    waited, failed = run_ranks(2, fail_at_work)
+    assert waited and failed == "KeyError: 1"
+
+
 def vote(rank: int) -> list[Verdict]:
     agreement = agreement_of(LONGER_THAN_A_TEST)
     said = [
@@ -110,7 +130,7 @@ def gather_and_look(rank: int) -> tuple[list[bytes], list[bytes], list[str], lis
     return (
         gather_bytes(b"x" * rank, group),
         gather_bytes(b"", group),
-        [str(problem) for problem in problems],
+        problems,
         [*lowest.tolist(), *highest.tolist(), *map(int, some)],
         [
             all_equal(b"same", "plan", group),
@@ -123,7 +143,7 @@ def gather_and_look(rank: int) -> tuple[list[bytes], list[bytes], list[str], lis
 def test_what_ranks_gather_is_the_same_on_each() -> None:
     for words, nothing, problems, numbers, equal in run_ranks(3, gather_and_look):
         assert words == [b"", b"x", b"xx"] and nothing == [b""] * 3
-        assert problems == ["None", "rank 1: " + "no memory" * 100, "rank 0: wrong on 0"]
+        assert problems == ["", "rank 1: " + "no memory" * 100, "rank 0: wrong on 0"]
         assert numbers == [0, -2, 2, 0, 1, 1]
         assert equal == ["", "rank 2 has another plan than rank 0", ""]
 

@@ -12,7 +12,6 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
 
-from eplb_runtime.balancer.guard import SampleComparison
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 from eplb_runtime.load.declared import DeclaredLoadError
 
@@ -94,9 +93,9 @@ def test_any_rank_may_declare_and_all_go_by_it() -> None:
 def guard_that_finds(job: Job, finding: str) -> list[str]:
     """What is reported of it from here on."""
     guard, reported = job.balancer.guard, []
-    guard.sample = lambda stays: True  # type: ignore[assignment, return-value]
-    guard.compare = lambda sample, group: SampleComparison(finding)  # type: ignore[method-assign]
-    guard.report = lambda finding, *notices: reported.append(finding)  # type: ignore[method-assign]
+    guard.sample = lambda: True  # type: ignore[assignment, return-value]
+    guard.compare = lambda sample, group: finding  # type: ignore[method-assign]
+    guard.report = reported.append  # type: ignore[method-assign, assignment]
     return reported
 
 

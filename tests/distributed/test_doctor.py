@@ -21,8 +21,8 @@ from eplb_runtime.cli import main
 from eplb_runtime.distributed import bandwidth
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
-from eplb_runtime.tools.doctor import links as doctor_links
-from eplb_runtime.tools.doctor.links import try_transports
+from eplb_runtime.tools import doctor
+from eplb_runtime.tools.doctor import try_transports
 from eplb_runtime.topology import Topology
 
 
@@ -44,7 +44,7 @@ def links(rank: int) -> list[Any]:
 
     names = {"torch": TRANSPORTS["torch"], "half": one_rank_cannot}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_links, "TRANSPORTS", names)
+        patch.setattr(doctor, "TRANSPORTS", names)
         return [*try_transports(torch.device("cpu"))]
 
 

@@ -260,11 +260,6 @@ def a_hook(job: Spread) -> None:
         hook.remove()
 
 
-def divided_otherwise(job: Spread) -> None:
-    job.model.model.layers[1].mlp.experts.set_gradient_divide_factor(4.0)
-    job.forward()
-
-
 MISTAKES: dict[str, Callable[[Spread], object]] = {
     "give it all expert parameters of all MoE layers, or none": one_tensor_left_out,
     "in pipeline stages": stages,
@@ -272,7 +267,6 @@ MISTAKES: dict[str, Callable[[Spread], object]] = {
     "has gradient hooks": a_hook,
     "where experts have gradients": lambda job: job.run("q M"),
     "with fully_shard they do until balancer.reduce_gradients()": lambda job: job.run("B d S"),
-    "set_gradient_divide_factor was called on model.layers.1.mlp.experts after attach": divided_otherwise,
 }
 """What is said -> what was done, where replicas of slices are."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
@@ -14,201 +15,187 @@ from support.seen import heard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import eplb_runtime as eplb
 from eplb_runtime.balancer.guard import GuardError
 from eplb_runtime.balancer.model_check import StructureError
-from eplb_runtime.events import GuardFinding, LoadMeasured
+from eplb_runtime.events import GuardFinding
 
 EXPERTS = 8
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job of so many steps, and what is done on each rank: to the model before attach, to the job after it, ahead of
+    each forward and of each step of the optimizer."""
+
+    steps: int = 6
+    prepare: Callable[[int, nn.Module], object] = nothing
+    begin: Callable[[Job], object] = nothing
+    ahead: Callable[[Job, int], object] = nothing
+    before_step: Callable[[Job, int], object] = nothing
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    layers: int = 1
+    options: dict[str, object] = field(default_factory=dict)
 
 
 class Job:
     """An attached model in training, in the way that a case says."""
 
-    def __init__(self, rank: int, **options: object) -> None:
-        self.rank = rank
-        self.model = make_model("olmoe", experts=EXPERTS, layers=1)
-        self.before_attach()
-        self.optimizer = self.make_optimizer()
-        settings = {"interval": 4, "lag": 1, "dense_gradients": "allreduce", "policy": "static", **options}
-        self.balancer = eplb.attach(self.model, self.optimizer, config=config_from_settings(settings))
-        self.model.train()
-        self.trained: nn.Module = self.model
+    def __init__(self, rank: int, case: Case) -> None:
+        self.rank, self.case = rank, case
+        self.model: Any = make_model("olmoe", experts=EXPERTS, layers=case.layers)
+        case.prepare(rank, self.model)
+        self.optimizer = case.optimizer(self.model.parameters(), lr=1e-3)
+        settings = {"interval": 4, "lag": 1, "policy": "static", **case.options}
+        self.balancer = training.attach(self.model, self.optimizer, **settings)
+        self.trained: nn.Module = self.model.train()
+        case.begin(self)
 
-    def before_attach(self) -> None:
-        pass
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-    def before_step(self, step: int) -> None:
-        pass
-
-    def after_step(self, step: int) -> None:
-        pass
-
-    def run(self, steps: int = 6) -> dict:
+    def run(self) -> dict[str, Any]:
         losses, error = [], ""
         with heard() as warnings:
             try:
-                for step in range(steps):
+                for step in range(self.case.steps):
+                    self.case.ahead(self, step)
                     ids = batch_of(self.rank, step)
                     loss = self.trained(input_ids=ids, labels=ids).loss
                     loss.backward()
-                    self.before_step(step)
+                    self.case.before_step(self, step)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-                    self.after_step(step)
                     losses.append(loss.item())
             except (GuardError, StructureError) as raised:
                 error = str(raised)
-        events = self.balancer.events
-        result = {
-            "losses": losses,
-            "error": error,
-            "findings": [(event.step, event.finding) for event in events.of_type(GuardFinding)],
-            "imbalance": [event.imbalance for event in events.of_type(LoadMeasured)],
-            "warnings": warnings,
-        }
+        found = [(event.step, event.finding) for event in self.balancer.events.of_type(GuardFinding)]
         self.balancer.close()
-        return result
+        return {"losses": losses, "error": error, "findings": found, "warnings": warnings}
 
 
-class InEvaluationMode(Job):
-    def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, **options)
-        self.model.eval()
-
-
-class TrainsOnceInEvaluationMode(Job):
-    """Forgets `model.train()` after a late evaluation, for one step."""
-
-    def after_step(self, step: int) -> None:
-        self.model.train(step != 4)
-
-
-class WithPaddingAlone(Job):
+def padding_alone(job: Job) -> None:
     """One rank has nothing but padding, as at the end of data that does not divide evenly."""
 
-    def run(self, steps: int = 6) -> dict:
-        def pad(module: nn.Module, args: tuple, batch: dict) -> tuple:
-            if self.rank == 1:
-                batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
-            return args, batch
+    def pad(module: nn.Module, args: tuple, batch: dict) -> tuple:
+        if job.rank == 1:
+            batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+        return args, batch
 
-        self.model.register_forward_pre_hook(pad, with_kwargs=True, prepend=True)
-        return super().run(steps)
+    job.model.register_forward_pre_hook(pad, with_kwargs=True, prepend=True)
 
 
-class RightlyWrapped(Job):
-    def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, dense_gradients="host", **options)
-        self.trained = DistributedDataParallel(self.model)
+def wrapped(job: Job) -> None:
+    job.trained = DistributedDataParallel(job.model)
 
 
-class ClippedByEachRank(Job):
-    def before_step(self, step: int) -> None:
-        self.balancer.reduce_gradients()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+def clipped_by_each_rank(job: Job, step: int) -> None:
+    job.balancer.reduce_gradients()
+    nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
 
 
-class RatesByOwnLoss(Job):
-    """Of experts alone: nothing that ranks share shows it."""
-
-    def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, **options)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(".experts." in name)
-
-    def before_step(self, step: int) -> None:
-        if step >= 4:  # when everything is no longer looked at
-            self.optimizer.param_groups[0]["lr"] *= 0.9 if self.rank else 0.8
+def experts_alone(job: Job) -> None:
+    """Nothing that ranks share shows what happens to them."""
+    for name, parameter in job.model.named_parameters():
+        parameter.requires_grad_(".experts." in name)
 
 
-class UnfrozenLater(Job):
-    def before_attach(self) -> None:
-        self.model.model.layers[0].mlp.experts.requires_grad_(False)
-
-    def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, **options)
-        kept = [p for p in self.optimizer.param_groups[0]["params"] if p.requires_grad]
-        self.optimizer.param_groups[0]["params"] = kept
-        self.model.model.layers[0].mlp.experts.requires_grad_(True)
+def rates_by_own_loss(job: Job, step: int) -> None:
+    if step >= 4:  # when everything is no longer looked at
+        job.optimizer.param_groups[0]["lr"] *= 0.9 if job.rank else 0.8
 
 
-class FrozenOnOneRank(Job):
-    def before_attach(self) -> None:
-        self.model.model.layers[0].mlp.experts.requires_grad_(self.rank == 0)
+def unfrozen(job: Job) -> None:
+    group = job.optimizer.param_groups[0]
+    group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    experts_of(job.model).requires_grad_(True)
 
 
-class SkippedOnOneRank(Job):
+def skipped(job: Job) -> None:
     """As torch's GradScaler does where an overflow shows on one rank alone."""
-
-    def __init__(self, rank: int, **options: object) -> None:
-        super().__init__(rank, timeout_seconds=training.DEADLINE, **options)
-        self.optimizer.step = (lambda *_: None) if rank == 1 else self.optimizer.step
+    job.optimizer.step = (lambda *_: None) if job.rank == 1 else job.optimizer.step
 
 
-class WritesNothing(Job):
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        class Nothing(torch.optim.SGD):
-            def step(self, closure: object = None) -> None: ...
-
-        return Nothing(self.model.parameters(), lr=1e-3)
+class WritesNothing(torch.optim.SGD):
+    def step(self, closure: object = None) -> None: ...
 
 
-class WrittenOnOneRank(Job):
+def written(job: Job, step: int) -> None:
     """Long after the first steps, somebody writes a parameter on rank 1 alone."""
-
-    def before_step(self, step: int) -> None:
-        if step == 4 and self.rank == 1:
-            with torch.no_grad():
-                self.model.lm_head.weight[-1, -1] += 1e-3
+    if step == 4 and job.rank == 1:
+        with torch.no_grad():
+            job.model.lm_head.weight[-1, -1] += 1e-3
 
 
-CASES: dict[str, Callable[[int], dict]] = {
-    "right": lambda rank: Job(rank, policy="incremental", gate="always").run(10),
-    "off": lambda rank: Job(rank, policy="incremental", gate="always", guard="off").run(10),
-    "DDP": lambda rank: RightlyWrapped(rank).run(),
-    "padding alone": lambda rank: WithPaddingAlone(rank).run(),
-    "evaluation mode": lambda rank: InEvaluationMode(rank).run(),
-    "evaluation mode in one late step": lambda rank: TrainsOnceInEvaluationMode(rank).run(14),
-    "nobody averages": lambda rank: Job(rank, dense_gradients="host").run(),
-    "clipped by each rank": lambda rank: ClippedByEachRank(rank).run(),
-    "rates by rank": lambda rank: RatesByOwnLoss(rank).run(10),
-    "writes nothing": lambda rank: WritesNothing(rank).run(),
-    "frozen on one rank": lambda rank: FrozenOnOneRank(rank).run(),
-    "unfrozen later": lambda rank: UnfrozenLater(rank).run(),
-    "skipped on one rank": lambda rank: SkippedOnOneRank(rank, interval=1000).run(1),
-    "written on one rank": lambda rank: WrittenOnOneRank(rank).run(14),
-    "written on one rank, raising": lambda rank: WrittenOnOneRank(rank, guard="raise").run(10),
+def one_layer_late(job: Job, step: int) -> None:
+    """From the second step of an interval on; later another layer, too."""
+    for layer in (1,) * (step >= 4) + (2,) * (step >= 9):
+        job.model.model.layers[layer].eval()
+
+
+def without_the_experts(job: Job, step: int) -> None:
+    """Frozen parts in evaluation mode: all but the experts modules."""
+    job.model.eval()
+    for layer in job.model.model.layers:
+        layer.mlp.experts.train()
+
+
+def between_steps(job: Job, step: int) -> None:
+    job.model.eval()
+    with torch.no_grad():
+        job.model(input_ids=batch_of(0, step))
+    job.model.train()
+
+
+def experts_of(model: Any) -> nn.Module:
+    return model.model.layers[0].mlp.experts
+
+
+MOVED = {"policy": "incremental", "gate": "always"}
+THREE: dict[str, Any] = {"layers": 3, "steps": 5, "options": {"interval": 3, "guard": "warn"}}
+CASES = {
+    "right": Case(10, options=MOVED),
+    "off": Case(10, options={**MOVED, "guard": "off"}),
+    "DDP": Case(begin=wrapped, options={"dense_gradients": "host"}),
+    "padding alone": Case(begin=padding_alone),
+    "evaluation mode, off": Case(begin=lambda job: job.model.eval(), options={"guard": "off"}),
+    "evaluation mode": Case(begin=lambda job: job.model.eval()),
+    "evaluation mode in one late step": Case(14, ahead=lambda job, step: job.model.train(step != 5)),
+    "nobody averages": Case(options={"dense_gradients": "host"}),
+    "clipped by each rank": Case(before_step=clipped_by_each_rank),
+    "rates by rank": Case(10, begin=experts_alone, before_step=rates_by_own_loss),
+    "writes nothing": Case(optimizer=WritesNothing),
+    "frozen on one rank": Case(prepare=lambda rank, model: experts_of(model).requires_grad_(rank == 0)),
+    "unfrozen later": Case(prepare=lambda rank, model: experts_of(model).requires_grad_(False), begin=unfrozen),
+    "skipped on one rank": Case(1, begin=skipped, options={"interval": 1000, "timeout_seconds": training.DEADLINE}),
+    "written on one rank": Case(14, before_step=written),
+    "written on one rank, raising": Case(10, before_step=written, options={"guard": "raise"}),
+    "one layer, late": Case(**{**THREE, "steps": 13}, ahead=one_layer_late),
+    "without the experts": Case(**THREE, ahead=without_the_experts),
+    "evaluations between steps": Case(**THREE, ahead=between_steps),
 }
 
 
-def all_cases(rank: int) -> dict[str, dict]:
-    return {name: run(rank) for name, run in CASES.items()}
+def all_cases(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: Job(rank, case).run() for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, dict]]:
+def results() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(2, all_cases)
 
 
-RIGHT = (
-    "right",
-    "DDP",
-    "padding alone",
-)
+Results = list[dict[str, dict[str, Any]]]
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_use_is_silent(results: list[dict[str, dict]], name: str) -> None:
+@pytest.mark.parametrize("name", ["right", "DDP", "padding alone", "evaluations between steps", "evaluation mode, off"])
+def test_right_use_is_silent(results: Results, name: str) -> None:
     for result in results:
         assert (result[name]["error"], result[name]["findings"]) == ("", [])
         assert not [line for line in result[name]["warnings"] if "differ from rank" in line]
 
 
-def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
+def test_the_guard_changes_no_bit(results: Results) -> None:
     for result in results:
         assert result["right"]["losses"] == result["off"]["losses"]
 
@@ -224,171 +211,78 @@ def test_the_guard_changes_no_bit(results: list[dict[str, dict]]) -> None:
         ("writes nothing", "its step does not write"),
     ],
 )
-def test_a_mistake_is_raised_in_the_first_step_on_every_rank(
-    results: list[dict[str, dict]], name: str, said: str
-) -> None:
-    errors = {result[name]["error"] for result in results}
-    assert len(errors) == 1 and said in min(errors) and len(min(errors)) <= 200
-    for result in results:
-        assert result[name]["losses"] == []
-        assert "\n" not in result[name]["error"]
+def test_a_mistake_is_raised_in_the_first_step_on_every_rank(results: Results, name: str, said: str) -> None:
+    (error,) = {result[name]["error"] for result in results}
+    assert said in error and len(error) <= 200 and "\n" not in error
+    assert all(result[name]["losses"] == [] for result in results)
 
 
-def test_learning_rates_by_rank_are_said_whenever_they_begin(results: list[dict[str, dict]]) -> None:
+def test_learning_rates_by_rank_are_said_whenever_they_begin(results: Results) -> None:
     for result in results:
         ((_, finding),) = result["rates by rank"]["findings"]
         assert "the learning rates of the optimizer on rank 1 differ from rank 0's" in finding
 
 
-def alone(rank: int) -> list[str]:
-    """Said to a rank that adopts an optimizer alone, and to ranks whose top-k parts in a later forward."""
+def test_a_rank_that_skips_a_step_alone_is_named(results: Results) -> None:
+    stepped, goes_on = (result["skipped on one rank"]["error"] for result in results)
+    assert f"rank 1 did not come to optimizer.step() within {training.DEADLINE:g} s" in stepped
+    assert "eplb.GradScaler(balancer)" in stepped and goes_on == "", "it goes on until it needs the others"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("evaluation mode in one late step", ("call model.train()", "in step 6 in evaluation mode")),
+        ("written on one rank", ("write weights on every rank alike: ", "rank 1 differ from rank 0's", "lm_head")),
+    ],
+)
+def test_a_later_mistake_is_warned_of_at_the_next_decision(results: Results, name: str, words: tuple[str, ...]) -> None:
+    for result in results:
+        late = result[name]
+        ((step, finding),) = late["findings"]
+        assert late["error"] == "" and len(late["losses"]) == 14 and step == 9
+        assert finding.startswith(words[0]) and all(word in finding for word in words) and finding in late["warnings"]
+        if name == "written on one rank":
+            raised = result[f"{name}, raising"]
+            assert raised["error"] == finding and len(raised["losses"]) == step - 1
+
+
+def about_layers(found: dict[str, Any]) -> list[tuple[int, str]]:
+    words = "MoE layers in evaluation mode, while others train"
+    return [(step, line) for step, line in found["findings"] if words in line and line in found["warnings"]]
+
+
+def test_a_layer_in_evaluation_mode_is_named_once_at_the_next_decision(results: Results) -> None:
+    first, second = (result["one layer, late"] for result in results)
+    (step, line), (later, other) = about_layers(first)
+    assert (step, later) == (6, 12) and line.startswith("call train() on the whole model") and "\n" not in line
+    assert line.endswith(": model.layers.1.mlp.experts") and other.endswith("layers.1.mlp.experts and 1 more")
+    assert about_layers(second) == [], "one rank says it for all that hold the layer"
+    for result in results:
+        assert all(about_layers(result[name]) == [] for name in ("evaluation mode", "without the experts"))
+
+
+def alone(rank: int) -> None:
+    """A rank adopts an optimizer alone; later the top-k of ranks parts."""
     model = make_model("olmoe", experts=EXPERTS, layers=1)
     balancer = training.attach(model, policy="static", timeout_seconds=training.DEADLINE)
-    said = []
     if rank == 1:
-        with pytest.raises(RuntimeError, match="rank 0 did not come") as raised:
+        with pytest.raises(RuntimeError, match=r"rank 0 did not come to balancer.adopt\(\)"):
             balancer.adopt(torch.optim.SGD(model.parameters(), lr=0.1))
-        said.append(str(raised.value))
     torch.distributed.barrier()
     balancer.adopt(optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
     if rank == 1:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-        with pytest.raises(RuntimeError, match="rank 0 did not come to add_param_group of a SGD") as raised:
+        with pytest.raises(RuntimeError, match="rank 0 did not come to add_param_group of a SGD"):
             balancer.reduce_gradients()
-        said.append(str(raised.value))
     torch.distributed.barrier()
     with torch.no_grad():
         model(input_ids=batch_of(rank, 0))
     model.model.layers[0].mlp.gate.top_k = 2 + rank
-    with pytest.raises(RuntimeError, match="with top-k 2; rank 1 in") as raised:
+    with pytest.raises(RuntimeError, match=r"with top-k 2; rank 1 in .* with top-k 3"):
         model(input_ids=batch_of(rank, 0))
     balancer.close()
-    return [*said, str(raised.value)]
 
 
 def test_a_rank_that_adopts_alone_and_ranks_of_another_top_k_get_a_line() -> None:
-    first, second = run_ranks(2, alone)
-    assert "balancer.adopt()" in second[0] and "with top-k 3" in first[0]
-
-
-def test_a_rank_that_skips_a_step_alone_is_named(results: list[dict[str, dict]]) -> None:
-    stepped, skipped = (result["skipped on one rank"] for result in results)
-    assert f"rank 1 did not come to optimizer.step() within {training.DEADLINE:g} s" in stepped["error"]
-    assert "eplb.GradScaler(balancer)" in stepped["error"]
-    assert skipped["error"] == ""  # it goes on until it needs the others
-
-
-def test_one_late_step_in_evaluation_mode_is_warned_of(results: list[dict[str, dict]]) -> None:
-    for result in results:
-        late = result["evaluation mode in one late step"]
-        assert late["error"] == "" and len(late["losses"]) == 14
-        ((step, finding),) = late["findings"]
-        assert step == 9 and finding.startswith("call model.train()") and "in step 6 in evaluation mode" in finding
-        assert finding in late["warnings"]
-
-
-def test_a_later_mistake_is_warned_of_at_the_next_decision(results: list[dict[str, dict]]) -> None:
-    for result in results:
-        late = result["written on one rank"]
-        assert late["error"] == "" and len(late["losses"]) == 14
-        ((step, finding),) = late["findings"]
-        assert (
-            step == 9
-            and finding.startswith("write weights on every rank alike: ")
-            and "rank 1 differ from rank 0's" in finding
-        )
-        assert "lm_head.weight" in finding
-        assert finding in late["warnings"]
-        raised = result["written on one rank, raising"]
-        assert raised["error"] == finding and len(raised["losses"]) == step - 1
-
-
-# -- MoE layers that stay in evaluation mode while others train are named once, whenever that begins
-
-
-STEPS, INTERVAL = 5, 3
-
-
-def trained(rank: int, modes: Callable[[nn.Module, int], None], guard: str = "warn", steps: int = STEPS) -> list[str]:
-    """Warnings, and findings with their steps, of a training whose modules' modes are set ahead of each step."""
-    model = make_model("olmoe", layers=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    settings = {"interval": INTERVAL, "lag": 1, "dense_gradients": "allreduce", "policy": "static", "guard": guard}
-    balancer = eplb.attach(model, optimizer, config=config_from_settings(settings))
-    model.train()
-    with heard() as warned:
-        for step in range(steps):
-            modes(model, step)
-            training.step(model, optimizer, batch_of(rank, step))
-    found = [(event.step, event.finding) for event in balancer.events.of_type(GuardFinding)]
-    balancer.close()
-    return [f"step {step}: {finding}" for step, finding in found if finding in warned]
-
-
-def one_layer_late(model: nn.Module, step: int) -> None:
-    """From the second step of an interval on; later another layer, too."""
-    if step >= 4:
-        model.model.layers[1].eval()
-    if step >= 9:
-        model.model.layers[2].eval()
-
-
-def most_layers(model: nn.Module, step: int) -> None:
-    for layer in model.model.layers[1:]:
-        layer.mlp.experts.eval()
-
-
-def without_the_experts(model: nn.Module, step: int) -> None:
-    """Frozen parts in evaluation mode: all but the experts modules."""
-    model.eval()
-    for layer in model.model.layers:
-        layer.mlp.experts.train()
-
-
-def between_steps(model: nn.Module, step: int) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(input_ids=batch_of(0, step))
-    model.train()
-
-
-EVALUATED: dict[str, Callable[[int], list[str]]] = {
-    "one layer, late": lambda rank: trained(rank, one_layer_late, steps=13),
-    "no guard": lambda rank: trained(rank, most_layers, "off"),
-    "whole model": lambda rank: trained(rank, lambda model, step: model.eval() and None),
-    "without the experts": lambda rank: trained(rank, without_the_experts),
-    "evaluations between steps": lambda rank: trained(rank, between_steps),
-}
-
-
-def all_evaluated(rank: int) -> dict[str, list[str]]:
-    return {name: run(rank) for name, run in EVALUATED.items()}
-
-
-@pytest.fixture(scope="module")
-def of_evaluated() -> list[dict[str, list[str]]]:
-    return run_ranks(2, all_evaluated)
-
-
-def about_layers(found: list[str]) -> list[str]:
-    return [line for line in found if "MoE layers in evaluation mode, while others train" in line]
-
-
-def test_a_layer_is_named_once_at_the_next_decision(of_evaluated: list[dict[str, list[str]]]) -> None:
-    first, second = about_layers(of_evaluated[0]["one layer, late"])
-    assert first.startswith("step 6: ")
-    assert first.endswith(": model.layers.1.mlp.experts") and "\n" not in first
-    assert "step 6: call train() on the whole model" in first
-    assert second.startswith("step 12: ") and second.endswith(": model.layers.1.mlp.experts and 1 more")
-    assert of_evaluated[1]["one layer, late"] == [], "one rank says it for all that hold the layer"
-
-
-@pytest.mark.parametrize("name", ["whole model", "without the experts", "evaluations between steps", "no guard"])
-def test_other_uses_of_evaluation_mode_say_nothing_of_layers(
-    of_evaluated: list[dict[str, list[str]]], name: str
-) -> None:
-    for result in of_evaluated:
-        assert about_layers(result[name]) == []
-        assert name != "evaluations between steps" or result[name] == []
-    said = [line for line in of_evaluated[0][name] if "no token was counted" in line]
-    assert bool(said) == (name == "whole model"), "which has a finding of its own"
+    run_ranks(2, alone)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from moe_models import FAMILIES
 from ranks import run_ranks
-from support.loops import EXPERTS, Layout, Spread, any_scripts, far_off, spread
+from support.loops import EXPERTS, Layout, Spread, any_scripts, far_off
 from support.seen import said_by
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -98,16 +98,6 @@ def test_replicas_of_slices_are_computed_in_the_precision_that_fsdp_computes_in(
     half = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     (off,) = far_off(replace(SLICED, policy=half), ["BCSZM BCS"]).values()
     assert off < 5e-4
-
-
-def test_a_job_with_replicas_repeats_itself_to_the_bit() -> None:
-    for one, other in run_ranks(2, twice):
-        for (norms, weights), (again, weights_again) in zip(one, other, strict=True):
-            assert norms == again and all(torch.equal(weights[name], weights_again[name]) for name in weights)
-
-
-def twice(rank: int) -> list[list]:
-    return [spread(rank, Layout(2, slots=1), ["BBCSZM BCS"], {}) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("layout", "scripts"), [(EDP, SCRIPTS[::3]), (ALONE, SCRIPTS)], ids=["EP 2 x EDP 2", "EP 2"])

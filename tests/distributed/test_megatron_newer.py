@@ -15,11 +15,10 @@ from ranks import rows_of, run_ranks
 from support import megatron_standins as standins
 from support.megatron_jobs import Job, Row, assert_moved_without_a_change, traces
 from test_megatron_rows import ROWS as OLDER
-from test_megatron_rows import SHARED, STAGES, TOP_3
+from test_megatron_rows import TOP_3
 
 pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
 SHORT = ("distributed optimizer, all-gather", "optimizer of float16, shared experts", "grouped experts")
-WGRAD = {"overlap_dispatch_backward_with_experts_wgrad": True, "gradient_accumulation_fusion": True}
 OF_DEEPSEEK = {
     "muon_nesterov": True,
     "muon_scale_mode": "unit_rms_norm",
@@ -27,27 +26,11 @@ OF_DEEPSEEK = {
     "muon_extra_scale_factor": 0.2,
 }
 KEPT = frozenset({"weight", "param", "momentum_buffer"})
-BESIDE = ("cpu", "streams", "delayed_experts")
 
 
 def of_muon(optimizer: str, layer_wise: bool = False, options: Any = (), **stepped: Any) -> dict[str, Any]:
     own = {"optimizer": optimizer, **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {})}
     return {**TOP_3, "distributed": False, "stepped": {**own, **stepped}, **dict(options)}
-
-
-def reduced_early(job: Job) -> None:
-    options = {**WGRAD, "overlap_grad_reduce": True}
-    job.__init__(**options)  # type: ignore[misc]
-
-
-def not_fused(job: Job) -> None:
-    job.config.gradient_accumulation_fusion = False
-
-
-def fused_operators(job: Job) -> None:
-    for part in job.models[0].modules():
-        if type(part).__name__ == "TEGroupedMLP":
-            part._with_fused_impl = True
 
 
 def adaptive(job: Job) -> None:
@@ -77,35 +60,6 @@ OWN = {
     "a layer of MTP that is passed twice": Row(
         {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, **TOP_3}, ("cpu",)
     ),
-    "gradients beside, recompute of activations and norms": Row(
-        {
-            **WGRAD,
-            **TOP_3,
-            "grad_reduce_in_fp32": True,
-            "moe_grouped_gemm": True,
-            "recompute_granularity": "selective",
-            "recompute_modules": ["moe_act", "layernorm"],
-        },
-        BESIDE,
-        refused={
-            reduced_early: "overlap_grad_reduce=True",
-            not_fused: "gradient_accumulation_fusion=False",
-            fused_operators: "use_transformer_engine_op_fuser",
-        },
-    ),
-    "gradients beside, optimizer of float16": Row(
-        {
-            **WGRAD,
-            **TOP_3,
-            **SHARED,
-            "distributed": False,
-            "recompute_granularity": "selective",
-            "recompute_modules": ["moe"],
-        },
-        BESIDE,
-        saves=True,
-    ),
-    "gradients beside, stages": Row({**WGRAD, **STAGES}, BESIDE, ranks=4),
 }
 MUONS = {
     name: replace(row, standins=("cpu", "gathers_of_any_sizes"), kinds=KEPT, newer=True) for name, row in MUONS.items()

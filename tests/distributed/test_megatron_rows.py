@@ -13,8 +13,6 @@ import torch.distributed as dist
 from ranks import rows_of, run_ranks
 from support import megatron_standins as standins
 from support.megatron_jobs import (
-    EXPERTS,
-    MICRO_BATCHES,
     OFFLOADED,
     STEPS,
     Job,
@@ -46,7 +44,6 @@ LATE = {**DIVIDED, "num_layers": 2, "bucket_size": 10_000, **BESIDE}
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 GRAPHS = {"cuda_graph_impl": "transformer_engine"}
-SCOPE = {"cuda_graph_scope": ["attn", "moe_router", "moe_preprocess"]}
 UPDATE = 1 / 16
 BIAS = {
     "moe_router_score_function": "sigmoid",
@@ -141,6 +138,16 @@ def not_distributed(job: Job) -> None:
     job.__init__(**options)  # type: ignore[misc]
 
 
+def preprocessed(job: Job) -> None:
+    options = {**GRAPHS, "cuda_graph_scope": ["moe_router", "moe_preprocess"]}
+    job.__init__(**options)  # type: ignore[misc]
+
+
+def half(job: Job) -> None:
+    options = offloaded(0.5)
+    job.__init__(**options)  # type: ignore[misc]
+
+
 CPU = ("cpu",)
 FUSED, GROUPED, FP8 = ("cpu", "permutation"), ("cpu", "streams", "grouped"), ("cpu", "streams", "quantized_experts")
 OFFLOAD, AWARENESS = ("cpu", "device"), ("cpu", "fused_adam")
@@ -191,15 +198,16 @@ ROWS: dict[str, Row] = {
     "phases": Row({"frees": True, **TOP_3}, CPU),
     "phases, optimizer of float16": Row({"frees": True, **PLAIN, **TOP_3}, CPU),
     # optimizers with state in host memory, or in dtypes of its own
-    "masters, half in host memory": Row(
-        offloaded(0.5), OFFLOAD, kinds=OFFLOADED, refused={not_distributed: "set use_distributed_optimizer=True"}
+    "masters in host memory": Row(
+        offloaded(1.0),
+        OFFLOAD,
+        kinds=OFFLOADED,
+        refused={not_distributed: "set use_distributed_optimizer=True", half: "optimizer_offload_fraction=0.5"},
     ),
-    "precision-aware, half in host memory": Row(
-        offloaded(0.5, **OVERLAPPED, **AWARE), OFFLOAD, kinds=OFFLOADED, saves=True, alone=1e-2
+    "precision-aware, in host memory": Row(
+        offloaded(1.0, **OVERLAPPED, **AWARE), OFFLOAD, kinds=OFFLOADED, saves=True, alone=1e-2
     ),
-    "float32, half in host memory": Row(
-        {**offloaded(0.5, **OVERLAPPED), "bf16": False, **PLAIN}, OFFLOAD, kinds=OFFLOADED
-    ),
+    "float32, in host memory": Row({**offloaded(1.0, **OVERLAPPED), "bf16": False, **PLAIN}, OFFLOAD, kinds=OFFLOADED),
     "remainders of masters, moments in bfloat16": Row(
         aware(**HALF),
         AWARENESS,
@@ -249,25 +257,11 @@ ROWS: dict[str, Row] = {
     ),
     "overlap, interleaved": Row({**OVERLAP, **INTERLEAVED, **TOP_3}, ("cpu", "streams", "permutation"), ranks=4),
     # graphs are captured after the first step, and replayed before a move and after it
-    "overlap, graphs": Row({**OVERLAP, **GRAPHS, **SCOPE}, ("cpu", "streams", "graphs"), steps=3),
     "graphs of attention, router": Row(
-        {**GRAPHS, "cuda_graph_scope": ["attn", "moe_router"], **LOSSES, **TOP_3}, ("cpu", "streams", "graphs"), steps=3
-    ),
-    "graphs of all three": Row(
-        {**GRAPHS, **SCOPE, **BESIDE, **LOSSES},
+        {**GRAPHS, "cuda_graph_scope": ["attn", "moe_router"], **LOSSES, **BESIDE, **TOP_3},
         ("cpu", "streams", "graphs"),
         steps=3,
-        refused={Job.capture: "captured before attach"},
-    ),
-    "graphs, all-gather": Row(
-        {
-            **GRAPHS,
-            **SHARED,
-            "cuda_graph_scope": ["moe_router", "moe_preprocess"],
-            "moe_token_dispatcher_type": "allgather",
-        },
-        ("cpu", "streams", "graphs"),
-        steps=3,
+        refused={preprocessed: "moe_preprocess"},
     ),
     # FP8 compute from weights in bfloat16
     "fp8, blockwise": Row(
@@ -286,7 +280,7 @@ ROWS: dict[str, Row] = {
     ),
     # equal to rounding, three experts a token
     **{
-        f"float64, {name}": Row({**FLOAT64, **options}, ("cpu", "streams", "flex", "graphs", "float64"), close=1e-10)
+        f"float64, {name}": Row({**FLOAT64, **options}, ("cpu", "streams", "flex", "float64"), close=1e-10)
         for name, options in {
             "flex, deepep": {**FLEX, "moe_flex_dispatcher_backend": "deepep"},
             "flex, hybridep": {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
@@ -317,7 +311,7 @@ def test_the_bias_of_experts_follows_the_load_of_all_steps() -> None:
         assert torch.equal(biases[name], wanted), name
 
 
-# -- once moved, three ranks hold the same; memory is freed; graphs ----------------------------------------------------
+# -- once moved, three ranks hold the same; memory is freed ------------------------------------------------------------
 
 
 def decided_without_memory(rank: int) -> list[dict[str, Any]]:
@@ -355,42 +349,3 @@ def test_a_decision_while_weights_have_no_memory_moves_nothing_and_says_so() -> 
             assert found["stayed"] and found["later"] > 0, "once they are loaded, experts move"
             assert any(found["line"] in event for event in found["said"]), found["said"]
             assert "setStorage" not in str(found["said"])
-
-
-def graphed(rank: int) -> dict[str, Any]:
-    """A graph that does not follow a move; choices and expert work that a recording sees of replays."""
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    from eplb_runtime.hosts.megatron.layer import mark_work, watch
-    from eplb_runtime.load.clock import ExpertClock
-
-    for prepare in ("cpu", "streams", "graphs"):
-        getattr(standins, prepare)()
-    job = ROWS["graphs of all three"].make()
-    balancer = attached(job, move=True)
-    table = balancer.runtime.layers[0]._table
-    own, orders = table.logical_of_slots, [table.logical_of_slots(layer).clone() for layer in range(2)]
-    table.logical_of_slots = lambda layer: orders[layer] if is_graph_capturing() else own(layer)
-    with pytest.raises(RuntimeError) as stale:
-        job.train(range(3))
-    balancer.close()
-    job, clock = ROWS["graphs of all three"].make(), ExpertClock()
-    counts = torch.zeros(2, EXPERTS, dtype=torch.int64)
-    for number, layer in enumerate(job.layers().values()):
-        watch(layer, lambda chosen, *_, number=number: counts[number].add_(chosen.sum(dim=0)))
-        mark_work(layer, clock)
-    job.capture()
-    clock.begin_step()
-    job.train(range(1))
-    clock.end_step()
-    dist.all_reduce(counts)
-    return {"stale": str(stale.value), "counted": counts.tolist(), "spans": [len(s.spans) for s in clock.take()]}
-
-
-@pytest.mark.long
-def test_replays_that_do_not_follow_a_move_end_the_forward_and_recordings_see_those_that_do() -> None:
-    static = traces(__name__, "graphs of all three")[0]["static"]
-    for found in run_ranks(2, graphed):
-        assert "does not follow the placement" in found["stale"]
-        assert found["counted"] == static.load[0]
-        assert found["spans"] == [2 * 2 * MICRO_BATCHES], "forwards and backward passes"

@@ -1,9 +1,8 @@
-"""The engine by itself, on tensors that say where they come from: many rounds, every phase failing after none, one or
-some of them, ranks that hold different layers, and what may happen after an agreement."""
+"""The engine by itself, on tensors that say where they come from: many rounds, ranks that hold different layers, and
+what may happen after an agreement. What fails before one: `test_faults`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eplb_runtime.distributed.ballot import Ballot
-from eplb_runtime.distributed.consensus import Agreement
+from eplb_runtime.distributed.consensus import Agreement, Ballot
 from eplb_runtime.distributed.store import JobStore
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.between_steps import migrate_between_steps
@@ -124,168 +122,59 @@ def random_target(seed: int, layers: int = LAYERS, ranks: int = RANKS) -> Placem
     return Placement(home.argsort(axis=1), EXPERTS, ranks, home)
 
 
-def go_there_and_back(
-    rank: int, staging_bytes: int
-) -> tuple[MigrationProgress, MigrationProgress, bool, bool, list[int]]:
-    start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
-    cluster = Cluster(rank, start, staging_bytes)
-    there = cluster.migrate(target)
-    arrived = cluster.stands_by(there.placement)
-    back = cluster.migrate(start.with_epoch(there.placement.epoch), "back")
-    return there, back, arrived, cluster.stands_by(back.placement), cluster.epochs
+START, TARGET = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
 
 
-STAGING_BYTES = (1, 2 * RECORD_BYTES, 1 << 20)
-
-
-def go_with_each(rank: int) -> list[tuple[MigrationProgress, MigrationProgress, bool, bool, list[int]]]:
-    return [go_there_and_back(rank, staging_bytes) for staging_bytes in STAGING_BYTES]
-
-
-@functools.cache
-def journeys() -> dict[int, list[tuple[MigrationProgress, MigrationProgress, bool, bool, list[int]]]]:
-    """By staging memory: what each rank has seen."""
-    return dict(zip(STAGING_BYTES, map(list, zip(*run_ranks(RANKS, go_with_each), strict=True)), strict=True))
-
-
-@pytest.mark.parametrize("staging_bytes", STAGING_BYTES)
-def test_every_row_arrives_in_as_many_rounds_as_staging_makes_it(staging_bytes: int) -> None:
-    start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
-    rounds = len(make_schedule(start, target, [RECORD_BYTES] * LAYERS, staging_bytes).rounds)
-    assert (rounds == 1) == (staging_bytes > 10 * RECORD_BYTES)
-    for there, back, arrived, returned, epochs in journeys()[staging_bytes]:
-        assert arrived and returned
-        assert there.rounds == rounds
-        assert there.placement.digest() == target.digest() and back.placement.digest() == start.digest()
-        assert epochs == list(range(1, rounds + back.rounds + 1)), "an epoch names one placement"
-        assert there.committed_layers == (0, 1, 2) and there.left_layers == ()
-        assert there.moved_experts == (start.home_rank != target.home_rank).sum()
+def there_and_back(rank: int) -> None:
+    """With staging memory for one expert, and for all."""
+    for staging_bytes in (1, 1 << 20):
+        rounds = len(make_schedule(START, TARGET, [RECORD_BYTES] * LAYERS, staging_bytes).rounds)
+        assert (rounds == 1) == (staging_bytes > 1)
+        cluster = Cluster(rank, START, staging_bytes)
+        there = cluster.migrate(TARGET)
+        assert cluster.stands_by(there.placement) and there.placement.digest() == TARGET.digest()
+        assert there.rounds == rounds and there.committed_layers == (0, 1, 2) and there.left_layers == ()
+        assert there.moved_experts == (START.home_rank != TARGET.home_rank).sum()
         assert set(there.seconds) == {"prepare", "post", "verify", "transfer", "maps", "vote", "commit"}
-    payload = 5 * 4 + 12 * 2 + 8
-    received = sum(there.received_bytes for there, *_ in journeys()[staging_bytes])
-    assert received == payload * (start.home_rank != target.home_rank).sum()
+        received = torch.tensor(there.received_bytes)
+        dist.all_reduce(received)
+        assert received == (5 * 4 + 12 * 2 + 8) * there.moved_experts
+        back = cluster.migrate(START.with_epoch(there.placement.epoch), "back")
+        assert cluster.stands_by(back.placement) and back.placement.digest() == START.digest()
+        assert cluster.epochs == list(range(1, rounds + back.rounds + 1)), "an epoch names one placement"
 
 
-def fail_at(phase: Phase, committed: int) -> Callable[[Phase, Any], None]:
-    """A probe that raises once, when so many rounds are committed."""
-    seen = {"committed": 0, "failed": False}
-
-    def probe(reached: Phase, subject: object) -> None:
-        if reached is phase and seen["committed"] >= committed and not seen["failed"]:
-            seen["failed"] = True
-            raise OSError("the device went away")
-        if reached is Phase.COMMITTED:
-            seen["committed"] += 1
-
-    return probe
+def test_every_row_arrives_in_as_many_rounds_as_staging_makes_it() -> None:
+    run_ranks(RANKS, there_and_back)
 
 
-def corrupt_at(committed: int) -> Callable[[Phase, Any], None]:
-    seen = {"committed": 0, "failed": False}
+def fail_after_the_vote(rank: int, in_maps: bool) -> None:
+    """Rank 2 fails as maps follow a commit, or when a decision is recorded, and says so at each call; the others cannot
+    have gone on without it."""
+    cluster = Cluster(rank, START, timeout=5.0)
 
-    def probe(reached: Phase, subject: Any) -> None:
-        if reached is Phase.STAGED and subject and seen["committed"] >= committed and not seen["failed"]:
-            seen["failed"] = True
-            subject[0].record[3] ^= 1
-        if reached is Phase.COMMITTED:
-            seen["committed"] += 1
+    def fail() -> None:
+        raise MemoryError("a test says so")
 
-    return probe
-
-
-def fail_before_the_vote(
-    rank: int, phase: str, committed: int
-) -> tuple[MigrationProgress, bool, int, MigrationProgress, bool]:
-    start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
-    cluster = Cluster(rank, start)
-    if rank == 2:
-        cluster.engine.probe = corrupt_at(committed) if phase == "corrupt" else fail_at(Phase(phase), committed)
-    dropped = cluster.migrate(target)
-    whole = cluster.stands_by(dropped.placement)
-    commits = len(cluster.epochs)
-    again = cluster.migrate(target, "again")
-    return dropped, whole, commits, again, cluster.stands_by(again.placement)
+    if rank != 2:
+        assert cluster.migrate(TARGET).cause and not cluster.engine.broken
+        return
+    if in_maps:
+        cluster.get_ready = lambda placement, layers: fail
+    else:
+        cluster.engine.probe = lambda phase, subject: fail() if phase is Phase.DECIDED else None
+    for _ in range(2):
+        with pytest.raises(MigrationBroken) as broken:
+            cluster.migrate(TARGET)
+        assert str(broken.value) == cluster.engine.broken
+        assert "go back to a checkpoint" in cluster.engine.broken and "MemoryError" in cluster.engine.broken
+    for group in cluster.groups:  # so that the others need not wait for the timeout
+        dist.destroy_process_group(group)
 
 
-FAILURES = [("prepared", 0), *((phase, count) for phase in ("staged", "verified", "corrupt") for count in (0, 1, 3))]
-"""Phase, and rounds committed before; there is one preparation."""
-
-
-def fail_in_all_ways(rank: int) -> list[tuple[MigrationProgress, bool, int, MigrationProgress, bool]]:
-    return [fail_before_the_vote(rank, *failure) for failure in FAILURES]
-
-
-@functools.cache
-def failures() -> dict[tuple[str, int], list[tuple[MigrationProgress, bool, int, MigrationProgress, bool]]]:
-    """By way of failing: what each rank has seen. The ways follow one another on the same ranks."""
-    by_rank = run_ranks(RANKS, fail_in_all_ways)
-    return dict(zip(FAILURES, (list(results) for results in zip(*by_rank, strict=True)), strict=True))
-
-
-@pytest.mark.parametrize(("phase", "committed"), FAILURES)
-def test_what_fails_before_the_vote_leaves_what_was_committed_and_the_next_try_works(
-    phase: str, committed: int
-) -> None:
-    start, target = Placement.initial(LAYERS, EXPERTS, RANKS), random_target(1)
-    for dropped, whole, commits, again, arrived in failures()[phase, committed]:
-        assert dropped.failed_phase is (Phase.PREPARED if phase == "prepared" else Phase.STAGED)
-        assert ("checksum" if phase == "corrupt" else "rank 2: OSError: the device went away") in dropped.cause
-        assert not dropped.connections_broken
-        assert whole, "live rows or maps differ from the placement that is said to stand"
-        assert dropped.rounds == commits and commits >= committed
-        assert bool(dropped.committed_layers) == (committed > 0)
-        stands_there = (dropped.placement.physical_to_logical == target.physical_to_logical).all(axis=1)
-        assert dropped.left_layers == tuple(np.flatnonzero(~stands_there).tolist())
-        assert (dropped.placement.digest() == start.digest()) == (committed == 0)
-        assert again.failed_phase is None and arrived
-        assert again.placement.digest() == target.digest()
-
-
-def fail_after_the_vote(rank: int, phase: str, committed: int) -> tuple[list[str], str, int]:
-    """What rank 2 says at three calls; the others go on."""
-    cluster = Cluster(rank, Placement.initial(LAYERS, EXPERTS, RANKS), timeout=5.0)
-    said = []
-    if rank == 2:
-        if phase == "take over":
-            get_ready, count = cluster.get_ready, []
-
-            def no_memory() -> None:
-                raise MemoryError("no memory for maps")
-
-            def failing(placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-                count.append(placement)
-                return get_ready(placement, layers) if len(count) <= committed else no_memory
-
-            cluster.get_ready = failing
-        else:
-            cluster.engine.probe = fail_at(Phase(phase), committed)
-    for attempt in range(2):
-        try:
-            outcome = cluster.migrate(random_target(1), str(attempt))
-            said.append(outcome.cause)
-            if outcome.cause:
-                break
-        except MigrationBroken as error:
-            said.append(f"broken: {error}")
-    if rank == 2:
-        for group in cluster.groups:  # so that the others need not wait for the timeout
-            dist.destroy_process_group(group)
-    return said, cluster.engine.broken, len(cluster.epochs)
-
-
-@pytest.mark.parametrize(("phase", "committed"), [("decided", 0), ("committed", 2), ("take over", 0)])
-def test_a_rank_that_fails_after_an_agreement_is_broken_for_good_and_says_so(phase: str, committed: int) -> None:
-    results = run_ranks(RANKS, fail_after_the_vote, phase, committed)
-    for rank, (said, broken, _) in enumerate(results):
-        if rank == 2:
-            assert len(said) == 2 and all(line.startswith("broken: ") for line in said)
-            assert said[0] == said[1] == f"broken: {broken}"
-            assert (
-                "go back to a checkpoint" in broken and ("MemoryError" if phase == "take over" else "OSError") in broken
-            )
-        else:
-            assert not broken
-            assert said[0], "the others cannot have gone on without rank 2"
+@pytest.mark.parametrize("in_maps", [False, True])
+def test_a_rank_that_fails_after_an_agreement_is_broken_for_good_and_says_so(in_maps: bool) -> None:
+    run_ranks(RANKS, fail_after_the_vote, in_maps)
 
 
 class Allocations(TorchDispatchMode):
@@ -305,12 +194,11 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def watch_memory(rank: int) -> tuple[list[str], list[str]]:
-    """What is allocated before the votes, and after them."""
-    cluster = Cluster(rank, Placement.initial(LAYERS, EXPERTS, RANKS))
+def watch_memory(rank: int) -> None:
+    cluster = Cluster(rank, START)
     engine = cluster.engine
     with Allocations() as before:
-        migration, verdict = engine.prepare(cluster.placement, random_target(1), "m")
+        migration, verdict = engine.prepare(cluster.placement, TARGET, "m")
         assert verdict.commit
     after = Allocations()
     for round_ in migration.schedule.rounds:
@@ -325,62 +213,37 @@ def watch_memory(rank: int) -> tuple[list[str], list[str]]:
             engine.finish(posted)
         migration.current = posted.after
     assert cluster.stands_by(migration.current)
-    return before.found, after.found
+    assert before.found and not after.found, "the control: allocations are noticed"
 
 
 def test_all_memory_is_there_before_the_vote() -> None:
-    for before, after in run_ranks(RANKS, watch_memory):
-        assert before, "the control: allocations are noticed"
-        assert after == []
+    run_ranks(RANKS, watch_memory)
 
 
-def migrate_two_stages(rank: int, staging_bytes: int) -> tuple[MigrationProgress, bool]:
+def two_stages(rank: int, odd: Sequence[int] = ()) -> Cluster:
     """Ranks 0 and 1 hold layers 0 and 1, ranks 2 and 3 layer 2: two pipeline stages, two EP groups."""
-    stage = rank // 2
-    start = Placement.initial(LAYERS, EXPERTS, 2)
-    cluster = Cluster(rank, start, staging_bytes, ep_ranks=[2 * stage, 2 * stage + 1], layers=[[0, 1], [2]][stage])
-    outcome = cluster.migrate(random_target(1, ranks=2))
-    return outcome, cluster.stands_by(outcome.placement)
-
-
-def test_pipeline_stages_migrate_at_once_each_its_own_layers() -> None:
-    start, target = Placement.initial(LAYERS, EXPERTS, 2), random_target(1, ranks=2)
-    apart = make_schedule(start, target, [RECORD_BYTES] * LAYERS, 1, holders=[0, 0, 1])
-    together = make_schedule(start, target, [RECORD_BYTES] * LAYERS, 1)
-    for outcome, arrived in run_ranks(RANKS, migrate_two_stages, 1):
-        assert arrived
-        assert outcome.placement.digest() == target.digest()
-        assert outcome.rounds == len(apart.rounds) < len(together.rounds)
-
-
-def migrate_with_odd_ranks(rank: int, odd: Sequence[int], stages: bool) -> MigrationProgress:
-    stage = rank // 2
-    ranks = 2 if stages else RANKS
-    cluster = Cluster(
-        rank,
-        Placement.initial(LAYERS, EXPERTS, ranks),
-        ep_ranks=[2 * stage, 2 * stage + 1] if stages else range(RANKS),
-        layers=[[0, 1], [2]][stage] if stages else range(LAYERS),
-        odd=rank in odd,
-    )
-    return cluster.migrate(random_target(1, ranks=ranks))
+    first, start = rank // 2 * 2, Placement.initial(LAYERS, EXPERTS, 2)
+    return Cluster(rank, start, 1, ep_ranks=[first, first + 1], layers=[[0, 1], [2]][rank // 2], odd=rank in odd)
 
 
 ODD = [
-    ([2], False, "rank 2 has another record of layer 1 than rank 0"),
     ([1, 3], False, "rank 1, 3 has another record of layer 1 than rank 0"),
     ([1], True, "rank 1 has another record of layer 1 than rank 0"),
     ([2], True, ""),  # holds no layer 1
 ]
 
 
-def migrate_with_each(rank: int) -> list[MigrationProgress]:
-    return [migrate_with_odd_ranks(rank, odd, stages) for odd, stages, _ in ODD]
+def migrate_with_odd_ranks(rank: int) -> None:
+    start, target = Placement.initial(LAYERS, EXPERTS, 2), random_target(1, ranks=2)
+    apart = make_schedule(start, target, [RECORD_BYTES] * LAYERS, 1, holders=[0, 0, 1])
+    together = make_schedule(start, target, [RECORD_BYTES] * LAYERS, 1)
+    for odd, stages, cause in ODD:
+        cluster = two_stages(rank, odd) if stages else Cluster(rank, START, odd=rank in odd)
+        outcome = cluster.migrate(target if stages else TARGET)
+        assert outcome.cause == cause and not outcome.connections_broken
+        assert cluster.stands_by(outcome.placement)
+        assert outcome.rounds == (0 if cause else len(apart.rounds)) < len(together.rounds)
 
 
-def test_a_rank_whose_experts_look_different_is_named_before_anything_travels() -> None:
-    for outcomes in run_ranks(RANKS, migrate_with_each):
-        for outcome, (_, _, cause) in zip(outcomes, ODD, strict=True):
-            assert outcome.cause == cause
-            assert outcome.rounds == 0 or not cause
-            assert not outcome.connections_broken
+def test_stages_migrate_at_once_and_a_rank_whose_experts_look_different_is_named_before_anything_travels() -> None:
+    run_ranks(RANKS, migrate_with_odd_ranks)

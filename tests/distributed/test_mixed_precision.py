@@ -4,7 +4,6 @@ the experts bit for bit: `test_bits`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,32 +13,36 @@ from moe_models import batch_of, make_model
 from optimizer_table import Outcome, optimizers_of, outcomes
 from ranks import run_ranks
 from support import training
+from support.seen import said_by
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.hosts import AttachError
-from eplb_runtime.moe.experts.registry import RegistryError
 
 EXPERTS = 16
-SUMMED = eplb.BalancerConfig(dense_gradients="allreduce")
 
 
-def clipped_where_one_rank_has_no_gradients(rank: int, missing: int) -> tuple[float, float]:
-    """The norm that clipping returns, and that of all gradients."""
-    model = make_model("olmoe", experts=EXPERTS, top_k=4)
-    balancer = eplb.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config=SUMMED)
-    ids = batch_of(rank, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
-    balancer.reduce_gradients()
-    experts = [model.get_parameter(name) for name in balancer.layer_of_parameter]
-    if rank == missing:
-        experts[0].grad = None
-    squares = [float(one.grad.double().square().sum()) for one in experts if one.grad is not None]
-    of_experts = torch.tensor(sum(squares), dtype=torch.float64)
-    dist.all_reduce(of_experts)
-    dense = [one for one in model.parameters() if all(one is not expert for expert in experts)]
-    whole = of_experts + sum(one.grad.double().square().sum() for one in dense if one.grad is not None)
-    return float(balancer.clip_grad_norm_(0.5)), float(whole.sqrt())
+def clipped_where_one_rank_has_no_gradients(rank: int) -> None:
+    """Each rank in turn: clipping returns the norm of all gradients."""
+    for missing in range(2):
+        model = make_model("olmoe", experts=EXPERTS, top_k=4)
+        balancer = training.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ids = batch_of(rank, 0)
+        model(input_ids=ids, labels=ids).loss.backward()
+        balancer.reduce_gradients()
+        if rank == missing:
+            model.get_parameter(next(iter(balancer.layer_of_parameter))).grad = None
+        squares = {True: torch.zeros((), dtype=torch.float64), False: torch.zeros((), dtype=torch.float64)}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                squares[name in balancer.layer_of_parameter] += parameter.grad.double().square().sum()
+        dist.all_reduce(squares[True])
+        norm = float(balancer.clip_grad_norm_(0.5))
+        assert norm == pytest.approx(float(sum(squares.values()).sqrt()), rel=1e-9)
+        balancer.close()
+
+
+def test_the_norm_is_that_of_all_experts_though_one_rank_has_no_gradient() -> None:
+    run_ranks(2, clipped_where_one_rank_has_no_gradients)
 
 
 def of_two_one_overflows(rank: int) -> dict[str, Any]:
@@ -61,17 +64,14 @@ def of_two_one_overflows(rank: int) -> dict[str, Any]:
             watched[part].grad.view(-1)[0] = torch.inf
         written.append([])
         for part, optimizer in optimizers.items():
-            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            before = [parameter.detach().clone() for parameter in stepped]
+            before = watched[part].detach().clone()
             scaler.step(optimizer)
-            if not all(map(torch.equal, before, stepped)):
-                written[-1].append(part)
+            written[-1] += [] if torch.equal(before, watched[part]) else [part]
         scaler.update()
         for optimizer in optimizers.values():
             optimizer.zero_grad()
-    steps = balancer.rebalancer.step
     balancer.close()
-    return {"written": written, "steps": steps, "scale": scaler.get_scale()}
+    return {"written": written, "steps": balancer.rebalancer.step, "scale": scaler.get_scale()}
 
 
 def test_of_two_optimizers_one_overflows_and_training_goes_on() -> None:
@@ -80,9 +80,6 @@ def test_of_two_optimizers_one_overflows_and_training_goes_on() -> None:
         assert found["written"] == [both, ["others"], ["experts"], [], both, ["others"], both]
         assert found["steps"] == 6, "one was none"
         assert found["scale"] == 1024.0 / 2**4
-
-
-# -- masters and averages in a checkpoint ----------------------------------------------------------------------------
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -101,88 +98,63 @@ class Half(nn.Module):
         return weight / 2
 
 
-def refusals(rank: int) -> dict[str, str]:
+def wrap(model: Any) -> None:
+    model.model.layers[1].mlp.experts = Wrapper(model.model.layers[1].mlp.experts)
+
+
+def parametrize(model: Any) -> None:
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", Half())
+
+
+def quantise(model: Any) -> None:
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def divide(model: Any) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+
+
+def masters_instead(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p.detach().float().requires_grad_() for p in model.parameters()])
+
+
+AT_ATTACH: dict[Callable[[nn.Module], Any], str] = {
+    wrap: "model.layers.1.mlp.experts has a Wrapper around the experts",
+    parametrize: "the weights of model.layers.0.mlp.experts are parametrized",
+    quantise: "model.layers.0.mlp.experts.down_proj is a Tensor of torch.float8_e4m3fn: quantised",
+    divide: "is a DTensor of all experts: call eplb_runtime.shard_experts(model) first",
+    masters_instead: "with float32 masters in its state, not in the place of parameters",
+}
+
+
+def refusals(rank: int) -> None:
     said = {}
-
-    def refused(case: str, prepare: Callable[[nn.Module], Any]) -> None:
+    for prepare, words in AT_ATTACH.items():
         model = make_model("olmoe", experts=8)
-        try:
-            optimizer = prepare(model)
-            eplb.attach(model, optimizer)
-            said[case] = "nothing was refused"
-        except AttachError as error:
-            said[case] = str(error)
-
-    def wrap(model: nn.Module) -> None:
-        model.model.layers[1].mlp.experts = Wrapper(model.model.layers[1].mlp.experts)
-
-    def parametrize(model: nn.Module) -> None:
-        nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", Half())
-
-    def quantise(model: nn.Module) -> None:
-        experts = model.model.layers[0].mlp.experts
-        experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
-
-    def shard(model: nn.Module) -> None:
-        mesh = dist.init_device_mesh("cpu", (2,))
-        for layer in model.model.layers:
-            torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
-
-    def masters_instead(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p.detach().float().requires_grad_() for p in model.parameters()])
-
-    refused("adapters around", wrap)
-    refused("parametrized", parametrize)
-    refused("float8", quantise)
-    refused("sharded", shard)
-    refused("masters instead of parameters", masters_instead)
+        optimizer = prepare(model)
+        said[words] = said_by(lambda model=model, optimizer=optimizer: eplb.attach(model, optimizer))
     model = make_model("olmoe", experts=8)
     balancer = eplb.attach(model)
     name = next(iter(balancer.layer_of_parameter))
-    rows = dict(model.named_parameters())[name].detach()
-    for case, parameter, tensor in [
-        ("no expert parameter", "lm_head.weight", rows.clone()),
-        ("wrong rows", name, rows[:1].clone()),
-        ("with gradients", name, rows.clone().requires_grad_()),
-        ("on meta", name, rows.to("meta")),
+    rows = model.get_parameter(name).detach()
+    balancer.register(name, "average", rows.clone())
+    for parameter, key, tensor, words in [
+        ("lm_head.weight", "ema", rows.clone(), "'lm_head.weight' is no expert parameter"),
+        (name, "ema", rows[:1].clone(), "its first dimension must be the 4 experts of this rank"),
+        (name, "ema", rows.clone().requires_grad_(), "requires_grad=True"),
+        (name, "ema", rows.to("meta"), "give a tensor on cpu"),
+        (name, "average", rows.clone(), "is registered already"),
     ]:
-        try:
-            balancer.register(parameter, "ema", tensor)
-            said[case] = "nothing was refused"
-        except RegistryError as error:
-            said[case] = str(error)
-    balancer.register(name, "ema", rows.clone())
-    try:
-        balancer.register(name, "ema", rows.clone())
-    except RegistryError as error:
-        said["twice"] = str(error)
-    return said
+        said[words] = said_by(lambda parameter=parameter, key=key, of=tensor: balancer.register(parameter, key, of))
+    for words, line in said.items():
+        assert words in line and "\n" not in line, line
 
 
 def test_what_is_not_supported_is_refused_with_one_line() -> None:
-    expected = {
-        "adapters around": "model.layers.1.mlp.experts has a Wrapper around the experts",
-        "parametrized": "the weights of model.layers.0.mlp.experts are parametrized",
-        "float8": "model.layers.0.mlp.experts.down_proj is a Tensor of torch.float8_e4m3fn: quantised",
-        "sharded": "is a DTensor of all experts: call eplb_runtime.shard_experts(model) first",
-        "masters instead of parameters": "with float32 masters in its state, not in the place of parameters",
-        "no expert parameter": "'lm_head.weight' is no expert parameter",
-        "wrong rows": "its first dimension must be the 4 experts of this rank",
-        "with gradients": "requires_grad=True",
-        "on meta": "give a tensor on cpu",
-        "twice": "is registered already",
-    }
-    for said in run_ranks(2, refusals):
-        assert said.keys() == expected.keys()
-        for case, text in said.items():
-            assert expected[case] in text, f"{case}: {text}"
-            assert "\n" not in text
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_the_norm_is_that_of_all_experts_though_one_rank_has_no_gradient(missing: int) -> None:
-    norms = run_ranks(2, clipped_where_one_rank_has_no_gradients, missing)
-    assert norms[0] == norms[1] and norms[0][0] == pytest.approx(norms[0][1], rel=1e-9)
+    run_ranks(2, refusals)
 
 
 # -- Real optimizers, of torch and of packages that are installed: moved experts train as static ones, or one line say
@@ -192,7 +164,6 @@ MIXING = {"Adafactor": "mixes the experts", "LBFGS": "mixes the experts", "Spars
 SCHEDULE_FREE = ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeClosure")
 
 
-@cache
 def found(package: str, names: tuple[str, ...]) -> dict[str, Outcome]:
     first, second = run_ranks(2, outcomes, package, names)
     assert {name: one.way for name, one in first.items()} == {name: one.way for name, one in second.items()}
@@ -209,9 +180,8 @@ def test_optimizers_of_torchs_move_to_the_bit_or_are_refused_in_a_line() -> None
 
 
 @pytest.mark.skipif(not optimizers_of("schedulefree"), reason="schedulefree is not installed")
-@pytest.mark.parametrize("name", SCHEDULE_FREE)
-def test_schedule_free_optimizers_move_to_the_bit(name: str) -> None:
-    assert found("schedulefree", SCHEDULE_FREE)[name] == Outcome("to the bit")
+def test_schedule_free_optimizers_move_to_the_bit() -> None:
+    assert found("schedulefree", SCHEDULE_FREE) == dict.fromkeys(SCHEDULE_FREE, Outcome("to the bit"))
 
 
 def test_a_step_that_calls_the_step_of_its_base_is_one_step() -> None:

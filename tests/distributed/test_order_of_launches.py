@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -20,27 +19,20 @@ import torch
 import torch.distributed as dist
 from beside import RANKS, Job
 from ranks import run_ranks
-from support.shuffle import plan_by, plan_shuffle
 
-from eplb_runtime.events import BalancingResumed, RebalanceCommitted
+from eplb_runtime.distributed import private_groups, process_groups
+from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.migration import overlapped
 
-# -- A device backend's groups over gloo, on a CPU: each call is recorded where it is launched, and nothing waits in i
+pytestmark = pytest.mark.long
+
+STAGING_BYTES = 40_000
+"""So that a migration takes several rounds."""
 
 
-BACKEND = "recorded"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A call on a group.
-
-    Args:
-        group: its description.
-        kind: of the call.
-        peer: a global rank, of messages; -1: a collective.
-        thread: name of the thread that has launched it.
-    """
+class Launch(NamedTuple):
+    """A call on a group: its description, the call's kind, the global rank of its peer (-1: a collective), and the
+    thread that has launched it."""
 
     group: str
     kind: str
@@ -57,7 +49,7 @@ held = threading.Event()
 class RecordedWork:
     """Done when the host may know, as an event of a device; gloo's own works say so to those who wait alone."""
 
-    def __init__(self, work: Any, is_message: bool = False) -> None:
+    def __init__(self, work: Any, is_message: bool) -> None:
         self._work, self._is_message = work, is_message
         self._done, self._error = threading.Event(), None
         threading.Thread(target=self._watch, daemon=True).start()
@@ -81,91 +73,52 @@ class RecordedWork:
     synchronize = wait
 
 
-def _collective(kind: str) -> Callable[..., Any]:
-    """A call by the name that gloo has for it."""
-
-    def launch(self: RecordedGroup, *arguments: Any, **named: Any) -> RecordedWork:
-        self.record(kind)
-        return RecordedWork(getattr(self.inner, kind)(*arguments, **named))
-
-    return launch
-
-
 class RecordedGroup(dist.ProcessGroup):
-    """Over gloo's."""
+    """A device backend's group over gloo's: each call is recorded where it is launched, and nothing waits in it."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._store = store
 
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    def record(self, kind: str, peer: int = -1) -> None:
-        if peer >= 0:
-            peer = dist.get_global_rank(self, peer)
-        launches.append(Launch(self.group_desc, kind, peer, threading.current_thread().name))
-
-    allreduce = _collective("allreduce")
-    allreduce_coalesced = _collective("allreduce_coalesced")
-    allgather = _collective("allgather")
-    _allgather_base = _collective("_allgather_base")
-    all_gather_single = _allgather_base
-    alltoall_base = _collective("alltoall_base")
-    all_to_all_single = alltoall_base
-    broadcast = _collective("broadcast")
-    barrier = _collective("barrier")
-    gather = _collective("gather")
-    reduce = _collective("reduce")
-    scatter = _collective("scatter")
-
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> RecordedWork:
-        self.record("send", peer)
-        return RecordedWork(self.inner.send(tensors, peer, tag), is_message=True)
-
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> RecordedWork:
-        self.record("recv", peer)
-        return RecordedWork(self.inner.recv(tensors, peer, tag), is_message=True)
+    def name(self) -> str:
+        return "recorded"
 
     def abort(self) -> None:
         """gloo ends with the process."""
 
-    shutdown = abort
 
-    def getBackendName(self) -> str:
-        return BACKEND
+def _recorded(kind: str) -> Callable[..., Any]:
+    """A call by the name that gloo has for it."""
 
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.inner
+    def launch(self: RecordedGroup, *arguments: Any, **named: Any) -> RecordedWork:
+        is_message = kind in ("send", "recv")
+        peer = dist.get_global_rank(self, arguments[1]) if is_message else -1
+        launches.append(Launch(self.group_desc, kind, peer, threading.current_thread().name))
+        return RecordedWork(getattr(self._get_backend(torch.device("cpu")), kind)(*arguments, **named), is_message)
+
+    return launch
+
+
+for name in ("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "alltoall_base", "broadcast"):
+    setattr(RecordedGroup, name, _recorded(name))
+for name in ("barrier", "gather", "reduce", "scatter", "send", "recv"):
+    setattr(RecordedGroup, name, _recorded(name))
+RecordedGroup.all_gather_single = _recorded("_allgather_base")
+RecordedGroup.all_to_all_single = _recorded("alltoall_base")
 
 
 def begin_recording() -> None:
-    """Replace the world by one whose groups are recorded, on every rank."""
-    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, RecordedGroup, devices=["cpu"])
-    dist.init_process_group(BACKEND, store=dist.PrefixStore("recorded", store), rank=rank, world_size=size)
+    """The balancer's own groups but for control are of a backend that is no gloo."""
+    make = private_groups.make
 
+    def made(store: Any, name: str, ranks: Any, rank: int, backend: str, *more: Any) -> dist.ProcessGroup:
+        with patch.object(dist, "ProcessGroup", dist.ProcessGroup if backend == "gloo" else RecordedGroup):
+            return make(store, name, ranks, rank, "gloo", *more)
 
-# -- tests
-
-
-pytestmark = pytest.mark.long
-
-STAGING_BYTES = 40_000
-"""So that a migration takes several rounds."""
-
-
-def train(job: Job, migrations: int) -> tuple[list[float], list[Launch]]:
-    """Losses, and what was launched."""
-    launches.clear()
-    for _ in range(migrations):
-        job.until(RebalanceCommitted)
-    launched = list(launches)
-    job.balancer.close()
-    return job.losses, launched
+    private_groups.make, process_groups.backend_for = made, lambda device: "recorded"
 
 
 @contextmanager
@@ -193,30 +146,13 @@ def jobs(rank: int) -> dict[str, Any]:
     begin_recording()
     said: dict[str, Any] = {}
     job = Job(rank, overlap=True, staging_bytes=STAGING_BYTES)
-    with transfers_that_last(job, said):
-        said["trained"] = train(job, 2)
-    said["late rounds"] = job.background.late_rounds
-    said["connected again"] = connected_anew(rank)
-    fixed = Job(rank, overlap=False, interval=None)
-    for _ in said["trained"][0]:
-        fixed.step()
-    said["fixed"] = fixed.losses
-    fixed.balancer.close()
-    return said
-
-
-def connected_anew(rank: int) -> list[Launch]:
-    """What is launched from the moment where connections are lost until experts move over new ones."""
-    job = Job(rank, overlap=False)
-    plan_by(job.balancer, plan_shuffle)
-    job.until(RebalanceCommitted)
     launches.clear()
-    job.balancer.rebalancer._pause("a test wants it")
-    job.until(BalancingResumed, most=400)
-    job.until(RebalanceCommitted)
-    launched = list(launches)
-    job.balancer.close()
-    return launched
+    with transfers_that_last(job, said):
+        for _ in range(2):
+            job.until(RebalanceCommitted)
+    said["trained"], said["late rounds"] = list(launches), job.background.late_rounds
+    said["same"] = job.equals(job.still())
+    return said
 
 
 def collectives(launched: Sequence[Launch]) -> list[tuple[str, str]]:
@@ -234,10 +170,6 @@ def messages(launched: Sequence[Launch]) -> dict[tuple[str, int], list[int]]:
     return dict(found)
 
 
-def of_migration(launched: Sequence[Launch]) -> list[Launch]:
-    return [one for one in launched if one.group == "eplb_runtime migration"]
-
-
 def in_one_order(of_ranks: Sequence[Sequence[Launch]]) -> bool:
     """Whether all ranks launch the same collectives, and each message between the same two of them at both its ends."""
     sent = [messages(launched) for launched in of_ranks]
@@ -249,16 +181,10 @@ def in_one_order(of_ranks: Sequence[Sequence[Launch]]) -> bool:
 
 
 def test_experts_and_collectives_are_launched_in_one_order_on_all_ranks() -> None:
+    """Whatever moved when, training has the bits of experts that stay."""
     results = run_ranks(RANKS, jobs)
-    of_ranks = [result["trained"][1] for result in results]
-    assert all(any(one.peer >= 0 for one in launched) for launched in of_ranks)
+    of_ranks = [result["trained"] for result in results]
     assert in_one_order(of_ranks)
     assert {one.thread for launched in of_ranks for one in launched} == {"MainThread"}
-    # Whatever moved when, the losses are those of experts that stay.
-    assert all(result["trained"][0] == result["fixed"] for result in results)
-    assert all(result["waited"] == 1 and result["late rounds"] > 0 for result in results)
-    # So are those that make new connections, of groups that were not there before.
-    anew = [result["connected again"] for result in results]
-    assert all({"allreduce", "send", "recv"} <= {one.kind for one in of_migration(launched)} for launched in anew)
-    assert in_one_order(anew)
-    assert {one.thread for launched in anew for one in launched} == {"MainThread"}
+    assert all({"send", "recv"} <= {one.kind for one in of_rank if "migration" in one.group} for of_rank in of_ranks)
+    assert all(result["same"] and result["waited"] == 1 and result["late rounds"] > 0 for result in results)

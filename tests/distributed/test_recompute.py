@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.seen import digests
 from support.shuffle import wait_until_compiled
 from support.training import undone
 from torch.utils.checkpoint import checkpoint
@@ -21,14 +22,29 @@ from eplb_runtime.moe.dispatch.recompute import RecomputeCache
 from eplb_runtime.moe.layer import ExpertParallelLayer
 
 LAYERS = 2
+FORWARD = 3
+"""All-to-alls that a layer's forward needs when it knows what goes where: rows, router weights, results."""
+FIND_OUT = 2
+"""To know it: counts, and which row each choice means."""
+BACKWARD = 3
+"""The same backwards."""
 
 
-def break_nothing() -> None:
+def nothing() -> None:
     pass
 
 
 def work_everything_out_anew() -> None:
     RecomputeCache.repeated = lambda self, ids: None
+
+
+def route_otherwise_in_recompute() -> None:
+    call = ExpertParallelLayer.__call__
+
+    def fickle(self, hidden, ids, weights):
+        return call(self, hidden, ids.flip(1) if in_recompute() else ids, weights)
+
+    ExpertParallelLayer.__call__ = fickle
 
 
 @dataclass(frozen=True)
@@ -38,11 +54,10 @@ class Job:
     kind: str = "no"
     at_once: int = 1
     replica_slots: int = 0
-    damage: Callable[[], None] = break_nothing
+    damage: Callable[[], None] = nothing
 
 
 def train(rank: int, job: Job) -> dict:
-    job.damage()
     model = make_model("olmoe", experts=8, layers=LAYERS)
     if job.kind in ("each layer", "nested", "each layer, reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": job.kind == "each layer, reentrant"})
@@ -52,61 +67,35 @@ def train(rank: int, job: Job) -> dict:
     balancer = training.attach(model, optimizer, interval=1, gate="always", lag=0, replica_slots=job.replica_slots)
     wait_until_compiled(balancer)
     model.train()
-    calls = count_collectives()
-    losses, forward_calls, backward_calls = [], [], []
+    calls, call = [], dist.all_to_all_single
+
+    def recorded(*args: object, **options: object) -> object:
+        calls.append(1)
+        return call(*args, **options)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=ids).loss
 
-    for step in range(3):
-        whole, before = 0.0, len(calls)
-        for part in range(job.at_once):
-            ids = batch_of(rank, job.at_once * step + part) % 12
-            nested = job.kind in ("whole model", "nested")
-            whole = whole + (checkpoint(loss_of, ids, use_reentrant=False) if nested else loss_of(ids))
-        forward_calls.append(len(calls) - before)
-        before = len(calls)
-        whole.backward()
-        backward_calls.append(len(calls) - before)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(whole.item())
-    result = {
-        "losses": losses,
-        "state": eplb.logical_state_dict(model, optimizer),
-        "copies": int((balancer.placement.copy_count > 1).sum()),
-        "forward": forward_calls[0],
-        "backward": backward_calls[0],
-    }
+    losses, counts = [], []
+    with undone(dist, RecomputeCache, ExpertParallelLayer):
+        job.damage()
+        dist.all_to_all_single = recorded
+        for step in range(3):
+            whole = 0.0
+            for part in range(job.at_once):
+                ids = batch_of(rank, job.at_once * step + part) % 12
+                nested = job.kind in ("whole model", "nested")
+                whole = whole + (checkpoint(loss_of, ids, use_reentrant=False) if nested else loss_of(ids))
+            counts.append(len(calls))
+            whole.backward()
+            counts.append(len(calls))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(whole.item())
+    bits = {"losses": losses, **digests(eplb.logical_state_dict(model, optimizer))}
+    copies = int((balancer.placement.copy_count > 1).sum())
     balancer.close()
-    return result
-
-
-def count_collectives() -> list[str]:
-    """Grows by a name with each collective that dispatch uses."""
-    calls: list[str] = []
-    call = dist.all_to_all_single
-
-    def record(*args: object, **options: object) -> object:
-        calls.append("all_to_all_single")
-        return call(*args, **options)
-
-    dist.all_to_all_single = record
-    return calls
-
-
-def assert_same(one: list[dict], other: list[dict]) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert a["losses"] == b["losses"]
-        assert all(torch.equal(a["state"][name], b["state"][name]) for name in a["state"])
-
-
-FORWARD = 3
-"""All-to-alls that a layer's forward needs when it knows what goes where: rows, router weights, results."""
-FIND_OUT = 2
-"""To know it: counts, and which row each choice means."""
-BACKWARD = 3
-"""The same backwards."""
+    return {"bits": bits, "copies": copies, "forward": counts[0], "backward": counts[1] - counts[0]}
 
 
 JOBS = {
@@ -121,65 +110,35 @@ JOBS = {
     "copies, each layer": Job("each layer", replica_slots=1),
     "copies, worked out anew": Job("each layer", replica_slots=1, damage=work_everything_out_anew),
 }
-Trained = dict[str, list[dict]]
 
 
 def train_all(rank: int) -> dict[str, dict]:
-    found = {}
-    for name, job in JOBS.items():
-        with undone(dist, RecomputeCache):
-            found[name] = train(rank, job)
-    return found
+    return {name: train(rank, job) for name, job in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
-    """Of each job what each rank gave."""
-    of_ranks = run_ranks(2, train_all)
-    return {name: [of_rank[name] for of_rank in of_ranks] for name in JOBS}
+def trained() -> list[dict[str, dict]]:
+    return run_ranks(2, train_all)
 
 
-def test_without_checkpointing_only_gradients_travel_in_backward(trained: Trained) -> None:
-    for result in trained["plain"]:
-        assert result["forward"] == LAYERS * (FIND_OUT + FORWARD)
-        assert result["backward"] == LAYERS * BACKWARD
+def test_a_repeated_forward_exchanges_no_counts(trained: list[dict[str, dict]]) -> None:
+    for of_rank in trained:
+        assert of_rank["plain"]["forward"] == LAYERS * (FIND_OUT + FORWARD)
+        assert of_rank["plain"]["backward"] == LAYERS * BACKWARD, "only gradients travel"
+        for kind, times in {"each layer": 1, "whole model": 1, "nested": 2}.items():
+            repeated = of_rank[kind]["backward"] - LAYERS * BACKWARD
+            assert repeated % FORWARD == 0, "rows, weights and results, but no counts"
+            assert LAYERS * FORWARD <= repeated <= times * LAYERS * FORWARD
+        # Of two forwards before one backward the first's comes last, when it is alone; it was not when it began.
+        assert of_rank["two at once, each layer"]["backward"] == 2 * LAYERS * (BACKWARD + FIND_OUT + FORWARD)
 
 
-@pytest.mark.parametrize(("kind", "times"), [("each layer", 1), ("whole model", 1), ("nested", 2)])
-def test_a_repeated_forward_exchanges_no_counts_and_changes_no_bit(trained: Trained, kind: str, times: int) -> None:
-    found = trained[kind]
-    assert_same(trained["plain"], found)
-    for result in found:
-        repeated = result["backward"] - LAYERS * BACKWARD
-        assert repeated % FORWARD == 0, "rows, weights and results, but no counts"
-        assert LAYERS * FORWARD <= repeated <= times * LAYERS * FORWARD
-
-
-def test_reentrant_checkpointing_works_everything_out_anew(trained: Trained) -> None:
-    assert_same(trained["plain"], trained["reentrant"])
-
-
-def test_several_forwards_before_one_backward_work_it_out_anew(trained: Trained) -> None:
-    found = trained["two at once, each layer"]
-    assert_same(trained["two at once"], found)
-    for result in found:
-        # The first batch's backward comes last, when it is alone; it was not when it began.
-        assert result["backward"] == 2 * LAYERS * (BACKWARD + FIND_OUT + FORWARD)
-
-
-def test_copies_are_split_as_they_were(trained: Trained) -> None:
-    assert trained["copies, each layer"][0]["copies"] > 0
-    assert_same(trained["copies"], trained["copies, each layer"])
-    assert_same(trained["copies"], trained["copies, worked out anew"])
-
-
-def route_otherwise_in_recompute() -> None:
-    call = ExpertParallelLayer.__call__
-
-    def fickle(self, hidden, ids, weights):
-        return call(self, hidden, ids.flip(1) if in_recompute() else ids, weights)
-
-    ExpertParallelLayer.__call__ = fickle
+@pytest.mark.parametrize("name", JOBS)
+def test_no_bit_changes_and_copies_are_split_as_they_were(trained: list[dict[str, dict]], name: str) -> None:
+    plain = next(way for way in ("two at once", "copies", "plain") if name.startswith(way) or way == "plain")
+    for of_rank in trained:
+        assert of_rank[name]["bits"] == of_rank[plain]["bits"]
+        assert bool(of_rank[name]["copies"]) == (plain == "copies")
 
 
 def test_a_router_that_does_not_repeat_itself_is_an_error() -> None:

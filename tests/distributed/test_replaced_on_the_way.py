@@ -1,6 +1,5 @@
-"""What else happens to a process while experts are on their way: what belongs to them is replaced or more of it
-registered between two steps, a forward breaks off, a child is forked that ends by itself, a signal's handler closes the
-balancer."""
+"""What else happens to a process while experts are on their way: what belongs to them is replaced between two steps, a
+forward breaks off, a child is forked that ends by itself, a signal's handler closes the balancer."""
 
 from __future__ import annotations
 
@@ -17,14 +16,13 @@ import torch
 from beside import Job
 from moe_models import batch_of
 from ranks import run_ranks
-from support.seen import same
 
-from eplb_runtime.events import BalancingPaused, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.moe.experts.registry import RegistryError
+from eplb_runtime.events import BalancingPaused, RebalanceCommitted
 
 
 def until_here(job: Job) -> None:
     """Train until experts of some layers have arrived, and let their forwards wait for the vote."""
+    job.until(RebalanceCommitted)
     job.until_sent()
     for flight in job.background._flights:
         flight.patience = 10.0
@@ -32,51 +30,21 @@ def until_here(job: Job) -> None:
             time.sleep(0.001)
 
 
-def replaced(rank: int) -> dict[str, Any]:
-    job, still = Job(rank, overlap=True), Job(rank, overlap=False)
-    job.until(RebalanceCommitted)
+def replaced(rank: int) -> tuple[list[str], bool]:
+    job = Job(rank, overlap=True)
     until_here(job)
     job.optimizer.load_state_dict(deepcopy(job.optimizer.state_dict()))  # other tensors, with the same numbers
-    before = len(job.balancer.events.of_type(RebalanceAborted))
+    before = len(job.causes())
     job.step()
     job.step()
-    causes = [event.cause for event in job.balancer.events.of_type(RebalanceAborted)[before:]]
+    causes = job.causes(before)
     job.until(RebalanceCommitted)
-    while still.steps < job.steps:
-        still.step()
-    said = {"causes": causes, "same": job.losses == still.losses and same(job.state(), still.state())}
-    for each in (job, still):
-        each.balancer.close()
-    return said
+    return causes, job.equals(job.still())
 
 
-def registered(rank: int) -> dict[str, Any]:
-    """Every expert is given its own number while it is on its way: does it keep it?"""
-    job = Job(rank, overlap=True)
-    job.until(RebalanceCommitted)
-    until_here(job)
-    names, balancer = job.balancer.layer_of_parameter, job.balancer
-    numbers = {}
-    for name, layer in names.items():
-        numbers[name] = torch.tensor(balancer.logical_expert_ids(layer), dtype=torch.int16)
-        balancer.register(name, "number", numbers[name])
-
-    def kept() -> bool:
-        return all(numbers[name].tolist() == balancer.logical_expert_ids(layer) for name, layer in names.items())
-
-    job.step()
-    said = {"at once": kept()}
-    job.until(RebalanceCommitted)
-    said["later"] = kept()
-    name = next(iter(names))
-    with torch.inference_mode():
-        made_for_inference = torch.zeros(3, 2)
-    for tensor, why in ((made_for_inference, "inference_mode"), (torch.zeros(3, 1).expand(3, 2), "share memory")):
-        with pytest.raises(RegistryError, match=why):
-            balancer.register(name, "cannot be written", tensor)
-    said["moved"] = job.until(RebalanceCommitted).moved_experts
-    balancer.close()
-    return said
+def test_an_optimizers_state_that_is_loaded_while_experts_are_on_their_way() -> None:
+    for causes, same in run_ranks(2, replaced):
+        assert same and any("is not what it was" in cause for cause in causes)
 
 
 class MakesItsStateAnew(torch.optim.AdamW):
@@ -89,18 +57,16 @@ class MakesItsStateAnew(torch.optim.AdamW):
         return loss
 
 
-def made_anew(rank: int) -> dict[str, Any]:
+def made_anew(rank: int) -> tuple[int, bool]:
     job = Job(rank, overlap=True, optimizer=MakesItsStateAnew)
-    still = Job(rank, overlap=False, optimizer=MakesItsStateAnew)
-    said: dict[str, Any] = {"moved": job.until(RebalanceCommitted).moved_experts}
-    job.until(RebalanceCommitted)
-    said["dropped"] = len(job.balancer.events.of_type(RebalanceAborted))
-    while still.steps < job.steps:
-        still.step()
-    said["same"] = job.losses == still.losses and same(job.state(), still.state())
-    for each in (job, still):
-        each.balancer.close()
-    return said
+    for _ in range(2):
+        job.until(RebalanceCommitted)
+    return len(job.causes()), job.equals(job.still())
+
+
+def test_an_optimizer_that_makes_its_state_anew_in_each_step_is_balanced_between_steps() -> None:
+    """The first migration is dropped: it could have been a state that was loaded."""
+    assert run_ranks(2, made_anew) == [(1, True)] * 2
 
 
 class TooMuch(Exception):
@@ -109,12 +75,9 @@ class TooMuch(Exception):
 
 def broken_off(rank: int) -> bool:
     """A forward ends before it came to a layer whose experts are here; then somebody writes them."""
-    job, still = Job(rank, overlap=True), Job(rank, overlap=False)
-    job.until(RebalanceCommitted)
+    job = Job(rank, overlap=True)
     until_here(job)
-    layer = job.background._flights[-1].layer
-    while still.steps < job.steps:
-        still.step()
+    layer, still = job.background._flights[-1].layer, job.still()
 
     def too_much(*_: Any) -> None:
         raise TooMuch
@@ -129,28 +92,34 @@ def broken_off(rank: int) -> bool:
                 each.model.get_parameter(name).mul_(0.97)
         each.step()
         each.step()
-    same_bits = job.losses == still.losses and same(job.state(), still.state())
-    for each in (job, still):
-        each.balancer.close()
-    return same_bits
+    return job.equals(still)
 
 
-def forked(rank: int) -> dict[str, Any]:
+def test_experts_that_are_written_after_a_forward_which_broke_off() -> None:
+    assert run_ranks(2, broken_off) == [True, True]
+
+
+def forked(rank: int) -> tuple[int, int]:
+    """The exit status of a child that ends as a script's helper which calls sys.exit(), and how often its parent lost
+    connections."""
     job = Job(rank, overlap=True, timeout_seconds=5.0)
     job.until(RebalanceCommitted)
     job.until_sent()
     child = os.fork()
-    if not child:  # as a script's helper that calls sys.exit()
+    if not child:
         signal.alarm(20)
         job.balancer.close()
         atexit._run_exitfuncs()
         os._exit(0)
-    said = {"child": os.waitpid(child, 0)[1]}
+    status = os.waitpid(child, 0)[1]
     for _ in range(2):
         job.until(RebalanceCommitted)
-    said["paused"] = len(job.balancer.events.of_type(BalancingPaused))
     job.balancer.close()
-    return said
+    return status, len(job.balancer.events.of_type(BalancingPaused))
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parent_alone() -> None:
+    assert run_ranks(2, forked) == [(0, 0)] * 2
 
 
 def closed_by_a_handler(rank: int) -> bool:
@@ -171,33 +140,9 @@ def closed_by_a_handler(rank: int) -> bool:
     threading.Timer(60.0, os._exit, [1]).start()  # in vain for ever, otherwise
     while not job.balancer.closed:
         job.step()
-    still = Job(rank, overlap=False)
-    while still.steps < job.steps:
-        still.step()
-    same_losses = job.losses == still.losses
+    still = job.still()
     still.balancer.close()
-    return same_losses
-
-
-def test_an_optimizers_state_that_is_loaded_while_experts_are_on_their_way() -> None:
-    for said in run_ranks(2, replaced):
-        assert said["same"]
-        assert any("is not what it was" in cause for cause in said["causes"])
-
-
-def test_an_optimizer_that_makes_its_state_anew_in_each_step_is_balanced_between_steps() -> None:
-    for said in run_ranks(2, made_anew):
-        assert said["same"] and said["moved"] > 0
-        assert said["dropped"] == 1, "the first time it could have been a state that was loaded"
-
-
-def test_experts_that_are_written_after_a_forward_which_broke_off() -> None:
-    assert run_ranks(2, broken_off) == [True, True]
-
-
-def test_a_forked_child_leaves_the_connections_of_its_parent_alone() -> None:
-    for said in run_ranks(2, forked):
-        assert said == {"child": 0, "paused": 0}
+    return job.losses == still.losses
 
 
 def test_a_signals_handler_may_close_the_balancer_while_a_forward_waits_for_experts() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from nvshmem_double import Double
 from ranks import run_ranks
+from support.seen import heard, said_by
 from transport_contract import (
     CASES,
     RANKS,
@@ -35,10 +36,9 @@ from transport_contract import (
 
 from eplb_runtime.config import TRANSPORTS as NAMES
 from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node import node_of_this_rank
-from eplb_runtime.distributed.transports import TRANSPORTS, nixl, nvshmem, windows
-from eplb_runtime.distributed.transports.automatic import TransportChoice, choose, choose_together, why_rather_not
-from eplb_runtime.distributed.transports.base import Message, TransportError
+from eplb_runtime.distributed.node_memory import node_of_this_rank
+from eplb_runtime.distributed.transports import TRANSPORTS, automatic, choose, nixl, nvshmem, why_rather_not, windows
+from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
@@ -68,9 +68,7 @@ def run_chosen_cases(rank: int, name: str, chosen: set[str], folder: Path) -> di
     if name == "cuda_ipc":
         node_memory.node_of_this_rank = lambda: f"{node_of_this_rank()} {rank}"
         transport = TRANSPORTS[name](dist.group.WORLD, "gloo", CPU, 30.0)
-        with pytest.raises(TransportError) as refused:
-            transport.warm_up(soon())
-        said["other nodes"] = str(refused.value)
+        said["other nodes"] = said_by(lambda: transport.warm_up(soon()))
     if name == "nvshmem":
         said["calls"] = [*double.calls]
         said["closed before it was looked at"] = closed_before_it_was_looked_at(rank)
@@ -109,7 +107,7 @@ def test_what_a_rank_wrote_before_it_closed_is_here_and_notes_follow_their_piece
 ) -> None:
     """Of two writes in a row, one is a note: between a piece and its note everything is waited for."""
     for of_rank in said[1:]:
-        assert of_rank["closed before it was looked at"] == ["here", "EP rank 0 has given up"]
+        assert of_rank["closed before it was looked at"] == ["", "EP rank 0 has given up"]
     for calls in (of_rank["calls"] for of_rank in said):
         pieces = [index for index, call in enumerate(calls) if call == "quiet"]
         assert pieces and all(calls[index - 1] == "put" and calls[index + 1] == "put" for index in pieces)
@@ -119,8 +117,7 @@ def closed_before_it_was_looked_at(rank: int) -> list[str]:
     """Rank 0 sends to the others and closes, while their threads stand still; then of two messages only one is sent."""
     said = []
     for messages in (1, 2):
-        transport = TRANSPORTS["nvshmem"](dist.group.WORLD, "gloo", CPU, 30.0)
-        transport.warm_up(soon())
+        transport = made("nvshmem")
         arrived = [torch.empty(1000, dtype=torch.uint8) for _ in range(messages)]
         if rank == 0:
             mine = torch.arange(1000).to(torch.uint8)
@@ -131,11 +128,8 @@ def closed_before_it_was_looked_at(rank: int) -> list[str]:
             with transport._state:
                 pending = transport.post([], [Message(0, into) for into in arrived])
                 hear(f"closed {messages}")
-            try:
-                pending.wait(soon())
-                said.append("here" if torch.equal(arrived[0], torch.arange(1000).to(torch.uint8)) else "wrong")
-            except TransportError as error:
-                said.append(str(error))
+            said.append(said_by(lambda pending=pending: pending.wait(soon())))
+            assert said[-1] or torch.equal(arrived[0], torch.arange(1000).to(torch.uint8))
             transport.close()
         dist.barrier()
     return said
@@ -145,76 +139,60 @@ def test_the_config_offers_the_transports_that_there_are() -> None:
     assert set(NAMES) == set(TRANSPORTS)
 
 
+def made(name: str, seconds: float = 60.0) -> Transport:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    transport = TRANSPORTS[name](group, "gloo", CPU, seconds)
+    transport.warm_up(soon())
+    return transport
+
+
 def wait_for_a_rank_that_dies(rank: int, name: str) -> str:
     believe_in_two_nodes(rank, name)
     dist.barrier()  # who is left waits for who is gone at the end: that has to fail at once
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    transport = TRANSPORTS[name](group, "gloo", CPU, 60.0)
-    transport.warm_up(soon())
+    transport = made(name)
     if rank == 2:
         hear("posted 0")
         hear("posted 1")
         os.kill(os.getpid(), signal.SIGKILL)
     pending = transport.post([], [Message(2, transport.empty(1 << 20))])
     tell(f"posted {rank}")
-    try:
-        pending.wait(soon(60.0))
-    except TransportError as error:
-        return str(error)
-    return ""
+    return said_by(lambda: pending.wait(soon(60.0)))
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_peer_that_dies_is_an_error_and_not_a_missed_deadline(name: str) -> None:
-    results = run_ranks(RANKS, wait_for_a_rank_that_dies, name, expect_exit=(0, 1, 2))
-    for error in results[:2]:
+    for error in run_ranks(RANKS, wait_for_a_rank_that_dies, name, expect_exit=(0, 1, 2))[:2]:
         assert error and "in time" not in error
 
 
-def give_up_a_rank_that_stands_still(rank: int, name: str) -> dict[str, object]:
-    """Rank 1 has posted what it sends and is stopped, longer than rank 0's deadline."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    transport = TRANSPORTS[name](group, "gloo", CPU, 60.0)
-    transport.warm_up(soon())
-    store = dist.distributed_c10d._get_default_store()
-    said: dict[str, object] = {}
+def give_up_a_rank_that_stands_still(rank: int, name: str) -> None:
+    """Rank 1 has posted what it sends and is stopped, until rank 0 has given it up."""
+    transport, store = made(name), dist.distributed_c10d._get_default_store()
     if rank == 1:
-        out = transport.empty(4 << 20).fill_(1)
-        pending = transport.post([Message(0, out)], [])
+        pending = transport.post([Message(0, transport.empty(4 << 20).fill_(1))], [])
         store.set("process", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-        try:
-            pending.wait(soon(5.0))
-        except TransportError as error:
-            said["error"] = str(error)
+        said_by(lambda: pending.wait(soon(5.0)))
         tell("went on")
     if rank == 0:
         process = int(store.get("process"))
         while Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
             time.sleep(0.001)
         into = transport.empty(4 << 20).fill_(7)
-        began = time.monotonic()
-        try:
-            transport.post([], [Message(1, into)]).wait(soon(0.5))
-        except TransportError as error:
-            said["error"] = str(error)
-        said["seconds"] = time.monotonic() - began
+        error = said_by(lambda: transport.post([], [Message(1, into)]).wait(soon(0.5)))
         before = into.clone()
         os.kill(process, signal.SIGCONT)
         hear("went on")
-        said["untouched"] = torch.equal(before, into)
-        said["arrived"] = bool((into == 1).all())
+        assert torch.equal(before, into), "it writes nothing later"
+        all_there = bool((into == 1).all())
+        assert bool(error) != all_there, "either all of it is there, or an error says that it is not"
+        assert not error or "in time" in error
     transport.close()
-    return said
 
 
 @pytest.mark.parametrize("one_sided", [name for name in HERE if name not in ("torch", "auto")])
 def test_a_peer_that_stands_still_is_given_up_and_writes_nothing_later(one_sided: str) -> None:
-    waited, _ = run_ranks(2, give_up_a_rank_that_stands_still, one_sided)
-    assert waited["untouched"]
-    assert waited["seconds"] < 5.0
-    assert ("error" in waited) != waited["arrived"], "either all of it is there, or an error says that it is not"
-    assert "error" not in waited or "in time" in str(waited["error"])
+    run_ranks(2, give_up_a_rank_that_stands_still, one_sided)
 
 
 def test_a_model_on_a_cpu_is_refused() -> None:
@@ -248,7 +226,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pyte
 )
 def test_the_choice(nodes: str, lacking: dict[str, dict[int, str]], name: str, why: str) -> None:
     said = [{each: lacking.get(each, {}).get(rank, "") for each in ("cuda_ipc", "nixl")} for rank in range(4)]
-    assert choose(nodes, said) == TransportChoice(name, why)
+    assert choose(nodes, said) == (name, why)
 
 
 def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,33 +246,32 @@ def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.Mon
     assert told == [("UCX", {"engine_config": "TLS=^sm"}), ("UCX", {})]
 
 
-def in_three_places(rank: int) -> list[tuple[str, TransportChoice]]:
+def in_three_places(rank: int) -> tuple[list[str], list[str]]:
     """One node; two nodes that are believed to have RDMA, where UCX takes TCP; the same, and rank 2 fails."""
 
     def refuse(*_: object) -> None:
         raise TransportError("the first bytes did not arrive")
 
     seen = []
-    for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
-        os.environ["GROUP_RANK"] = str(node)
-        nixl.rdma_devices = lambda devices=devices: devices
-        if broken:
-            windows.try_out = refuse if rank == 2 else lambda *_: None
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-        transport, choice = choose_together(group, "gloo", CPU, 60.0)
-        transport.warm_up(soon())
-        exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
-        seen.append((type(transport).__name__, choice))
-        transport.close()
-    return seen
+    with heard(logging.INFO) as lines:
+        for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
+            os.environ["GROUP_RANK"] = str(node)
+            nixl.rdma_devices = lambda devices=devices: devices
+            if broken:
+                windows.try_out = refuse if rank == 2 else lambda *_: None
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+            transport = automatic(group, "gloo", CPU, 60.0)
+            transport.warm_up(soon())
+            exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
+            seen.append(type(transport).__name__)
+            transport.close()
+    return seen, [line for line in lines if line.startswith("transport:")]
 
 
 def test_all_ranks_choose_alike_and_fall_back_together() -> None:
     if nixl.why_not():
         pytest.skip(nixl.why_not())
     results = run_ranks(3, in_three_places)
-    assert results[0] == results[1] == results[2]
-    (one, chosen), (two, over_nixl), (back, at_last) = results[0]
-    assert (one, two, back) == ("TorchPointToPoint", "Nixl", "TorchPointToPoint")
-    assert chosen.name == "torch" and over_nixl.name == "nixl"
-    assert at_last.name == "torch" and "nixl failed: the first bytes did not arrive" in at_last.why
+    assert [seen for seen, _ in results] == [["TorchPointToPoint", "Nixl", "TorchPointToPoint"]] * 3
+    at_last = "transport: torch (nixl failed: rank 2: the first bytes did not arrive)"
+    assert results[0][1][1:] == ["transport: nixl (several nodes)", at_last]

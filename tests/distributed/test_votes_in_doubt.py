@@ -1,29 +1,50 @@
-"""Ranks that have said yes to a migration beside training and hear no answer: all commit or none does, whatever is late
-or lost, and training goes on in the very bits of training without."""
+"""Ranks that stand still, die or hear no answer at each point of the protocol, while experts migrate beside training:
+all ranks commit a layer or none does, and who lives goes on, in the very bits of training without."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from beside import INTERVAL, RANKS, Job, at
 from ranks import run_ranks
-from support.seen import same
+from support.seen import said_by, same
 from support.shuffle import plan_by, plan_shuffle
 
 from eplb_runtime.distributed.consensus import Agreement
 from eplb_runtime.distributed.store import JobStore, StoreError
 from eplb_runtime.distributed.transports.base import TransportError
-from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import BalancingPaused, RebalanceCommitted
 from eplb_runtime.migration.engine import MigrationBroken, Phase
 from eplb_runtime.migration.overlapped import Overlapped
 
 SECONDS = 2.0
 """A silent store is waited for so long."""
+DEADLINE, SHORTER, LONGER = 3.0, 0.3, 4.0
+STOPPED = 2
+"""The rank that stands still, or dies."""
+
+
+def once(do: Callable[[], None]) -> Callable[[Any], None]:
+    done: list[bool] = []
+
+    def first(subject: Any) -> None:
+        if not done:
+            done.append(True)
+            do()
+
+    return first
+
+
+# -- no answer ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -50,28 +71,9 @@ def silent_store(job: Job, until_unanswered: int) -> Iterator[list[str]]:
         JobStore._ask = ask
 
 
-def until_committed_anew(job: Job) -> None:
-    """Train until connections stand, if they broke, and experts have moved again."""
-    heard = job.balancer.events
-    while len(heard.of_type(BalancingPaused)) > len(heard.of_type(BalancingResumed)):
-        job.step()
-    job.until(RebalanceCommitted)
-
-
-def once(do: Callable[[], None]) -> Callable[[Any], None]:
-    done: list[bool] = []
-
-    def first(subject: Any) -> None:
-        if not done:
-            done.append(True)
-            do()
-
-    return first
-
-
-def one_silent_store(job: Job, victim: int, count_is_lost: bool) -> int:
-    """The store of one rank falls silent as it is about to vote; its count may get lost, too. How often it was asked in
-    vain."""
+def silent_while_voting(job: Job, victims: tuple[int, ...], count_is_lost: bool) -> bool:
+    """The stores of ranks fall silent as they are about to vote; their counts may get lost, too. Whether this one's was
+    asked in vain and asked again."""
     with ExitStack() as stack:
         unanswered: list[list[str]] = []
 
@@ -80,11 +82,11 @@ def one_silent_store(job: Job, victim: int, count_is_lost: bool) -> int:
             if count_is_lost:
                 lose_one_count()
 
-        with at(job, victim, Phase.VERIFIED, once(fall_silent)):
+        with at(job, job.rank if job.rank in victims else -1, Phase.VERIFIED, once(fall_silent)):
             for _ in range(8):
                 job.step()
-    until_committed_anew(job)
-    return len(unanswered[0]) if unanswered else 0
+    job.until_committed_anew()
+    return bool(unanswered) and len(unanswered[0]) >= 2
 
 
 def lose_one_count() -> None:
@@ -116,7 +118,9 @@ def interrupted(job: Job) -> bool:
         before = job.state()
         with suppress(KeyboardInterrupt):
             job.step()
-    return same(before, job.state())
+    whole = same(before, job.state())
+    job.until_committed_anew()
+    return whole
 
 
 def transport_fails_ahead_of_load_state_dict(job: Job) -> str:
@@ -133,103 +137,68 @@ def transport_fails_ahead_of_load_state_dict(job: Job) -> str:
         job.until_sent()
         if job.rank == 2:
             failed.wait()
-        try:
-            job.balancer.load_state_dict(state)
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def paused_while_under_way(job: Job) -> tuple[str, bool]:
-    """Connections break while experts are on their way, and a comparison notices. What it says, and whether the
-    migration has ended with it."""
-    job.until_sent()
-    job.balancer.runtime.groups.hang_up()
-    said, rebalancer = "", job.balancer.rebalancer
-    try:
-        rebalancer.run(lambda: rebalancer.control.agreement.gather(torch.zeros(1)))
-    except RuntimeError as error:
-        said = str(error)
-    return said, not job.background.in_flight
+        said = said_by(lambda: job.balancer.load_state_dict(state))
+    job.until_committed_anew()
+    return said
 
 
 def in_doubt(rank: int) -> dict[str, Any]:
-    job, said = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS), {}
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS)
     job.until(RebalanceCommitted)
-    for name, lost in {"answer": False, "count and answer": True}.items():
-        said[f"{name} lost"] = one_silent_store(job, 1, lost)
+    said: dict[str, Any] = {"unanswered": silent_while_voting(job, (1,), count_is_lost=False)}
     said["whole"] = interrupted(job)
-    until_committed_anew(job)
     said["failed in flight"] = transport_fails_ahead_of_load_state_dict(job)
-    until_committed_anew(job)
-    said["paused"] = paused_while_under_way(job)
-    until_committed_anew(job)
-    said["causes"] = [event.cause for event in job.balancer.events.of_type(RebalanceAborted)]
-    still = Job(rank, overlap=False)
-    while still.steps < job.steps:
-        still.step()
-    said["same"] = job.losses == still.losses and same(job.state(), still.state())
+    said["staging"] = [cause for cause in job.causes() if "staging" in cause]
     said["digest"] = job.balancer.placement.digest()
-    for each in (job, still):
-        each.balancer.close()
-    return said
+    return {**said, "same": job.equals(job.still())}
 
 
 def test_ranks_in_doubt_ranks_interrupted_and_calls_that_meet_what_is_in_flight() -> None:
     results = run_ranks(RANKS, in_doubt)
-    assert all(result["same"] for result in results)
     assert len({result["digest"] for result in results}) == 1
-    assert all(results[1][f"{what} lost"] >= 2 for what in ("answer", "count and answer"))
-    assert all(result["whole"] for result in results)
-    assert all("could not compare" in result["failed in flight"] for result in results)
-    assert all(result["paused"][0] and result["paused"][1] for result in results)
-    assert not [cause for result in results for cause in result["causes"] if "staging" in cause]
+    assert [result["unanswered"] for result in results] == [False, True, False]
+    for result in results:
+        assert result["same"] and result["whole"] and not result["staging"]
+        assert "could not compare" in result["failed in flight"]
 
 
-def broken_in_a_commit(rank: int) -> dict[str, Any]:
-    """Ctrl-C on every rank in the midst of a commit beside training; the loop catches it and goes on."""
-    job, said = Job(rank, overlap=True, staging_bytes=40_000), {"whole": True}
-
-    def break_off(subject: Any) -> None:
-        raise KeyboardInterrupt
-
-    with at(job, rank, Phase.COMMITTED, once(lambda: break_off(None))):
-        try:
-            for _ in range(60):
-                job.step()
-        except KeyboardInterrupt:
-            said["interrupted"] = job.steps
-    for name, call in (("forward", job.step), ("state_dict", job.balancer.state_dict), ("again", job.step)):
-        try:
-            call()
-        except MigrationBroken as error:
-            said[name] = str(error)
-    return said
+def group_in_doubt(rank: int) -> dict[str, Any]:
+    """EP 2 x EDP 2: a whole EP group falls silent and does not hear the count; the other group hears all."""
+    group = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS, ep_group=group)
+    job.until(RebalanceCommitted)
+    said = {
+        "unanswered": silent_while_voting(job, (0, 1), count_is_lost=True),
+        "digest": job.balancer.placement.digest(),
+    }
+    return {**said, "same": job.equals(job.still())}
 
 
-def test_a_commit_that_is_interrupted_ends_training_however_often_the_loop_goes_on() -> None:
-    for said in run_ranks(RANKS, broken_in_a_commit):
-        assert said["interrupted"]
-        assert all("go back to a checkpoint" in said[name] for name in ("forward", "state_dict", "again"))
+def test_an_ep_group_all_in_doubt_beside_another_that_is_not_asks_until_it_hears() -> None:
+    results = run_ranks(4, group_in_doubt)
+    assert [result["unanswered"] for result in results] == [True, True, False, False]
+    assert all(result["same"] for result in results) and len({result["digest"] for result in results}) == 1
+
+
+# -- copies that cannot follow -----------------------------------------------------------------------------------------
 
 
 def copies_not_refreshed(rank: int) -> str:
     """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
     job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
     plan_by(job.balancer, plan_shuffle)
-    refresh = job.balancer.runtime.maps.replicas.refresh
+    replicas = job.balancer.runtime.maps.replicas
+    refresh = replicas.refresh
 
     def fail(layers: Any = None) -> None:
         if layers is not None:
             raise OSError("a test says: connection closed by peer")
         refresh()
 
-    job.balancer.runtime.maps.replicas.refresh = fail
-    try:
+    replicas.refresh = fail
+    with pytest.raises(MigrationBroken) as broken:
         job.until(RebalanceCommitted)
-    except MigrationBroken as error:
-        return str(error)
-    return ""
+    return str(broken.value)
 
 
 def test_copies_that_cannot_follow_are_named_not_the_experts_that_are_where_they_should_be() -> None:
@@ -237,38 +206,89 @@ def test_copies_that_cannot_follow_are_named_not_the_experts_that_are_where_they
         assert said.startswith("copies of layer") and "connection closed by peer" in said
 
 
-def group_in_doubt(rank: int) -> dict[str, Any]:
-    """EP 2 x EDP 2. The stores of a whole EP group fall silent as its ranks are about to vote, and it does not hear the
-    count; the other group hears all."""
-    group = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
-    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS, ep_group=group)
-    job.until(RebalanceCommitted)
-    unanswered: list[list[str]] = []
-    with ExitStack() as stack:
+# -- a rank that stands still, or dies ---------------------------------------------------------------------------------
 
-        def fall_silent() -> None:
-            unanswered.append(stack.enter_context(silent_store(job, until_unanswered=2)))
-            lose_one_count()
 
-        with at(job, rank if rank < 2 else -1, Phase.VERIFIED, once(fall_silent)):
+def stand_still(seconds: float) -> None:
+    """Stops this process, all threads of it; a child wakes it."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    # To this very thread: sent to the process, another may take it, and this one goes on for a moment.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
+def came_to_nothing(job: Job) -> int:
+    """Rebalances and rounds, so far."""
+    return len(job.causes()) + len(job.balancer.events.of_type(BalancingPaused)) + job.background.late_rounds
+
+
+def stopped_at_each_point(rank: int) -> dict[str, Any]:
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
+    said: dict[str, Any] = {"noticed": []}
+    for phase, seconds in ((Phase.STAGED, SHORTER), (Phase.VERIFIED, LONGER), (Phase.PREPARED, LONGER)):
+        job.until_committed_anew()
+        before, reached = came_to_nothing(job), threading.Event()
+
+        def stop(seconds: float = seconds, reached: threading.Event = reached) -> None:
+            reached.set()
+            stand_still(seconds)
+
+        with at(job, STOPPED, phase, once(stop)):
             for _ in range(8):
                 job.step()
-    until_committed_anew(job)
-    still = Job(rank, overlap=False, ep_group=group)
-    while still.steps < job.steps:
-        still.step()
-    said = {
-        "unanswered": len(unanswered[0]) if unanswered else 0,
-        "same": job.losses == still.losses and same(job.state(), still.state()),
-        "digest": job.balancer.placement.digest(),
-    }
-    for each in (job, still):
-        each.balancer.close()
-    return said
+        assert rank != STOPPED or reached.is_set(), f"never came to {phase}"
+        said["noticed"].append(came_to_nothing(job) - before)
+    job.until_committed_anew()
+    said["digest"] = job.balancer.placement.digest()
+    return {**said, "same": job.equals(job.still())}
 
 
-def test_an_ep_group_all_in_doubt_beside_another_that_is_not_asks_until_it_hears() -> None:
-    results = run_ranks(4, group_in_doubt)
-    assert [result["unanswered"] >= 2 for result in results] == [True, True, False, False]
-    assert all(result["same"] for result in results)
-    assert len({result["digest"] for result in results}) == 1
+def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline() -> None:
+    results = run_ranks(RANKS, stopped_at_each_point)
+    assert all(result["same"] for result in results) and len({result["digest"] for result in results}) == 1
+    _, *longer = zip(*(result["noticed"] for result in results), strict=True)
+    assert all(max(of_ranks) > 0 for of_ranks in longer)
+
+
+def killed(rank: int, phase: Phase) -> dict[str, Any]:
+    """One rank is killed at a point of the protocol; a job without migrations, a step ahead, says what is right."""
+    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
+    job.until(RebalanceCommitted)
+    still, states, epoch = job.still(), {}, job.balancer.placement.epoch
+    said = {"error": ""}
+    try:
+        with at(job, STOPPED, phase, lambda subject: os.kill(os.getpid(), signal.SIGKILL)):
+            for _ in range(8):
+                states[still.steps] = still.state()
+                still.step()
+                states[still.steps] = still.state()
+                job.step()
+    except RuntimeError as error:
+        said["error"] = str(error)
+    said["stands"] = job.balancer.placement.epoch - epoch, job.balancer.placement.digest()
+    right = states[job.steps]
+    said["whole"] = whole(job, right)
+    with torch.no_grad():
+        next(rows_of(job, right))[0].flatten()[0] += 1
+    return {**said, "control": whole(job, right)}
+
+
+def rows_of(job: Job, right: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's live rows of weights and optimizer state, each tensor with the rows that it should hold."""
+    homes_LRH = torch.from_numpy(job.balancer.placement.homes_LRH.copy())
+    for name, layer in job.balancer.layer_of_parameter.items():
+        homes_H, parameter = homes_LRH[layer, job.rank], job.model.get_parameter(name)
+        yield parameter.data, right[f"model.{name}"][homes_H]
+        for key in ("exp_avg", "exp_avg_sq"):
+            yield job.optimizer.state[parameter][key], right[f"optimizer.{name}.{key}"][homes_H]
+
+
+def whole(job: Job, right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(rows, wanted) for rows, wanted in rows_of(job, right))
+
+
+@pytest.mark.parametrize("phase", [Phase.STAGED, Phase.DECIDED], ids=lambda phase: phase.value)
+def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase) -> None:
+    results = run_ranks(RANKS, killed, phase, expect_exit=(STOPPED,))
+    alive = [result for rank, result in enumerate(results) if rank != STOPPED]
+    assert all(result["error"] for result in alive) and len({result["stands"] for result in alive}) == 1
+    assert all(result["whole"] and not result["control"] for result in alive)

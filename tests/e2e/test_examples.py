@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import FOLDER, load_example
-from ranks import compile_once, run_ranks
+from ranks import run_ranks
 from scripts import run_script
 from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.cli import main
 from eplb_runtime.config import Trial, set_trial
-from eplb_runtime.load.series import RecordedJob, read_series
+from eplb_runtime.load.series import read_series
 from eplb_runtime.tools.verification import runs
 
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
@@ -30,6 +29,8 @@ LOOP = ["transformers_loop.py"]
 PIPELINE = ["pipeline.py", "--steps", "8"]
 NO_MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 MEGATRON = pytest.param(["megatron_gpt.py", "--steps", "4"], marks=NO_MEGATRON)
+NO_TITAN = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+TITAN = ["torchtitan_moe.py", "--steps", "4", "--output", "{folder}"]
 LONG = [pytest.param(TRAINER, marks=pytest.mark.long), pytest.param(LOOP, marks=pytest.mark.long)]
 LONG.append(pytest.param(*MEGATRON.values, marks=[NO_MEGATRON, pytest.mark.long]))
 
@@ -42,6 +43,7 @@ LONG.append(pytest.param(*MEGATRON.values, marks=[NO_MEGATRON, pytest.mark.long]
         TRAINER,
         LOOP,
         MEGATRON,
+        pytest.param(TITAN, marks=[NO_TITAN, pytest.mark.long]),
     ],
     ids=str,
 )
@@ -73,25 +75,6 @@ def test_an_example_is_right(command: list[str], tmp_path: Path, monkeypatch: py
     assert report.single is not None or "the framework spreads the experts" in report.single_reason
 
 
-@pytest.mark.long
-def test_the_first_decisions_have_numbers_and_a_plan_though_nothing_is_compiled(tmp_path: Path) -> None:
-    """The README's own example, started as it says."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(FOLDER / "transformers_loop.py")],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
-    decisions = [line for line in done.stderr.splitlines() if re.match(r"step \d+: (rebalance|stay): ", line)]
-    assert re.match(r"step 6: .*imbalance 1\.\d+", decisions[0])
-    assert any("rebalance: saves" in line for line in decisions[:2])
-    assert "experts moved" in done.stderr and ": expert work" in done.stderr
-
-
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")
 def test_ray_train_runs_the_example(tmp_path: Path) -> None:
     said = []
@@ -109,34 +92,7 @@ def test_ray_train_runs_the_example(tmp_path: Path) -> None:
         assert loss == static[rank][0], "not bit-identical"
 
 
-# -- torchtitan's example runs as the README says, and moves experts
-
-
-@pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
-def test_balanced_and_static_end_with_the_same_loss(tmp_path: Path) -> None:
-    compile_once()  # a run this short would end before the planner is compiled
-    balanced, static = (ended(tmp_path, *options) for options in ([], ["--static"]))
-    assert balanced.keys() == static.keys() == {0, 1, 2, 3}
-    assert {loss for loss, _ in balanced.values()} == {loss for loss, _ in static.values()}
-    assert all(moved > 0 for _, moved in balanced.values())
-    assert all(moved == 0 for _, moved in static.values())
-
-
-def ended(folder: Path, *options: str) -> dict[int, tuple[str, int]]:
-    """Loss and experts moved, by rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command = [*torchrun, str(FOLDER / "torchtitan_moe.py"), "--output", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"rank (\d): loss (\S+) after 20 steps, (\d+) experts moved", done.stdout)
-    return {int(rank): (loss, int(moved)) for rank, loss, moved in lines}
-
-
 # -- From a job as it is to the verdict: an example's model is recorded on two ranks, and the command assesses it
-
-
-STEPS = 12
 
 
 def train(rank: int, run: str) -> None:
@@ -146,7 +102,7 @@ def train(rank: int, run: str) -> None:
     model = ours.Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with eplb.record(model, run, optimizer, layers=ours.LAYERS_TO_BALANCE, interval=4):
-        for step in range(STEPS):
+        for step in range(12):
             ids = ours.batch(rank, step)
             functional.cross_entropy(model(ids[:-1]), ids[1:]).backward()
             for parameter in model.parameters():
@@ -155,40 +111,17 @@ def train(rank: int, run: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    run_ranks(2, train, str(folder))
-    return folder
-
-
-def test_a_record_holds_what_the_verdict_rests_on(run: Path) -> None:
-    job = read_series(run)[2]
-    expert = 64 * 256 + 256 + 256 * 64 + 64
-    assert 0 < job.expert_seconds < job.step_seconds
-    assert job == RecordedJob(
-        ranks=2,
-        ranks_per_node=2,
-        ep_size=1,
-        interval=4,
-        hidden_size=64,
-        top_k=2,
-        expert_parameters=expert,
-        expert_bytes=4 * expert,
-        optimizer_bytes=8 * expert,
-        dtype="float32",
-        device="cpu",
-        step_seconds=job.step_seconds,
-        expert_seconds=job.expert_seconds,
-    )
-
-
-def test_a_recorded_example_is_assessed_without_any_option(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["assess", str(run), "--json"]) == 0
+def test_a_recorded_example_is_assessed_without_any_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, train, str(tmp_path))
+    job, expert = read_series(tmp_path)[2], 64 * 256 + 256 + 256 * 64 + 64
+    assert 0 < job.expert_seconds < job.step_seconds and (job.dtype, job.device) == ("float32", "cpu")
+    assert (job.ranks, job.ranks_per_node, job.ep_size, job.interval) == (2, 2, 1, 4)
+    assert (job.hidden_size, job.top_k, job.expert_parameters) == (64, 2, expert)
+    assert (job.expert_bytes, job.optimizer_bytes) == (4 * expert, 8 * expert)
+    assert main(["assess", str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["pays"] in (True, False) and shown["imbalance"]["now"] >= 1 and shown["advice"]
-    assert main(["assess", str(run)]) == 0
-    said = capsys.readouterr().out
-    said = " ".join(said.split())
+    assert main(["assess", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("The recorded job has no expert parallelism; compared is the same job")
     assert "2 ranks: the busiest rank has " in said and " % of a step in expert work (" in said and "measured" in said

@@ -86,40 +86,25 @@ def test_images_take_what_there_is_and_run_as_nobody_special() -> None:
 
 
 def test_every_host_starts_torchrun_and_host_0_keeps_the_store(python_that_tells: Path) -> None:
+    usual = {
+        "NODES": "2",
+        "HEAD": "head",
+        "RANKS_PER_NODE": "4",
+        "INTERFACE": "bond0",
+        "PYTHON": str(python_that_tells),
+    }
     for index in (0, 1):
-        done = run(
-            "launch/multi_node.sh",
-            ["job.py", "--own", "two words"],
-            NODES="2",
-            NODE_INDEX=str(index),
-            HEAD="head",
-            RANKS_PER_NODE="4",
-            INTERFACE="bond0",
-            PYTHON=str(python_that_tells),
-        )
+        done = run("launch/multi_node.sh", ["job.py", "--own", "two words"], **usual, NODE_INDEX=str(index))
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("bond0 -m torch.distributed.run --nnodes 2 --nproc-per-node 4 ")
         assert done.stdout.endswith(" job.py --own two words\n")
         assert option(done.stdout, "--rdzv-endpoint") == "head:29400"
         assert option(done.stdout, "--rdzv-conf").startswith(f"is_host={int(index == 0)},")
         assert "--local-addr" not in done.stdout
-
-
-def test_a_launcher_of_an_elastic_job_takes_fewer_hosts(python_that_tells: Path) -> None:
-    done = run(
-        "launch/multi_node.sh",
-        ["job.py"],
-        NODES="4",
-        NODE_INDEX="1",
-        HEAD="head",
-        RESTARTS="3",
-        MIN_NODES="1",
-        HOST_LOST_SECONDS="60",
-        PYTHON=str(python_that_tells),
-    )
+    elastic = {"NODES": "4", "NODE_INDEX": "1", "RESTARTS": "3", "MIN_NODES": "1", "HOST_LOST_SECONDS": "60"}
+    done = run("launch/multi_node.sh", ["job.py"], **{**usual, **elastic})
     assert done.returncode == 0, done.stderr
-    assert option(done.stdout, "--nnodes") == "1:4"
-    assert option(done.stdout, "--max-restarts") == "3"
+    assert (option(done.stdout, "--nnodes"), option(done.stdout, "--max-restarts")) == ("1:4", "3")
     settings = dict(pair.split("=") for pair in option(done.stdout, "--rdzv-conf").split(","))
     assert int(settings["keep_alive_interval"]) * int(settings["keep_alive_max_attempt"]) >= 60
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import util
+from typing import Any
 
+import pytest
 import torch
+from moe_models import batch_of, make_model
+from ranks import run_ranks
 
+import eplb_runtime as eplb
 from eplb_runtime.distributed import node_memory
 from eplb_runtime.distributed.transports import nixl
+from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 
 DEVICE = torch.device("cuda", 0)
 NCCL = "cpu:gloo,cuda:nccl"
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""In the environment of ranks that share a GPU and open each other's memory."""
 
 
 def share_one_gpu(rank: int) -> None:
@@ -44,12 +52,19 @@ def why_not(transport: str) -> str:
     return {"cuda_ipc": lambda: node_memory.why_not(DEVICE), "nixl": nixl.why_not}.get(transport, str)()
 
 
+def on_gpu(rank: int) -> torch.device:
+    """The current device of a rank from here on; its results are repeatable."""
+    device = device_of(rank)
+    use(device)
+    return device
+
+
 def use(device: torch.device) -> None:
-    """Make it the current device and its results repeatable."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 @contextmanager
@@ -60,3 +75,54 @@ def no_host_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: str = NCCL, **environment: str) -> list:
+    """What a function gives on each rank; skips where NCCL takes one rank on a GPU, and there are too few."""
+    try:
+        return run_ranks(size, function, *args, backend=backend, start_method="spawn", **environment)
+    except AssertionError as error:
+        if torch.cuda.device_count() < size and "Duplicate GPU" in str(error):
+            pytest.skip(f"{torch.cuda.device_count()} GPU, and NCCL {torch.cuda.nccl.version()} takes one rank on each")
+        raise
+
+
+def goes_on(balancer: eplb.Balancer, step: int) -> bool:
+    return step < 24
+
+
+def train(rank: int, settings: dict[str, Any], experts: int = 8, until: Callable[..., bool] = goes_on) -> dict:
+    """Train a small model; each third of two dozen steps has other tokens.
+
+    Args:
+        settings: of the balancer, besides the usual ones.
+        until: called with balancer and step ahead of each step, which is left out where it gives False.
+
+    Returns:
+        ``losses``, the whole ``state``, the number of ``committed`` migrations, and the causes of ``aborted`` ones.
+    """
+    device = on_gpu(rank)
+    model = make_model("olmoe", experts=experts, layers=2, top_k=2).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    usual = {"interval": 4, "policy": "static", "gate": "always", "dense_gradients": "allreduce"}
+    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(**{**usual, **settings}))
+    losses: list[float] = []
+    while until(balancer, len(losses)):
+        ids = (batch_of(rank, len(losses)) % 12 + 12 * (len(losses) // 8 % 7)).to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        balancer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = {name: tensor.cpu() for name, tensor in eplb.logical_state_dict(model, optimizer).items()}
+    balancer.close()
+    committed, aborted = map(balancer.events.of_type, (RebalanceCommitted, RebalanceAborted))
+    return {"losses": losses, "state": state, "committed": len(committed), "aborted": [one.cause for one in aborted]}
+
+
+def different(one: dict, other: dict) -> list[str]:
+    """Names of what two ranks of `train` differ in."""
+    assert one["state"].keys() == other["state"].keys()
+    found = [name for name in one["state"] if not torch.equal(one["state"][name], other["state"][name])]
+    return found + (["losses"] if one["losses"] != other["losses"] else [])

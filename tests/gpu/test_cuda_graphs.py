@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from device import DEVICE, NCCL, no_host_sync, use
-from ranks import run_ranks
+from device import DEVICE, no_host_sync, ranks_on_gpu, use
 
 import eplb_runtime as eplb
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
@@ -75,21 +73,13 @@ def captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torc
     return graph.replay, out
 
 
-def follow(rank: int, copied_map: bool) -> list[tuple[bool, bool]]:
-    """Whether a replay gives what the model gives by itself, over batches and placements; and whether counts are right.
-
-    Args:
-        copied_map: control: the graph is made over a copy of the map from experts to slots.
-    """
-    job = Job()
-    table = job.balancer.runtime.maps.table
-    own, counter = table._home_LE, job.balancer.runtime.counter
-    found = []
+def follow(rank: int) -> list[tuple[bool, bool]]:
+    """Whether a replay gives what the model gives by itself, over batches and placements; and whether counts are
+    right."""
+    job, found = Job(), []
+    counter = job.balancer.runtime.counter
     with torch.no_grad():
-        if copied_map:
-            table._home_LE = own.clone()
         replay, out = captured(job.forward)
-        table._home_LE = own
         for turn, by in enumerate((0, 1, 3)):
             job.take(turn + 1)
             if by:
@@ -104,16 +94,12 @@ def follow(rank: int, copied_map: bool) -> list[tuple[bool, bool]]:
 
 
 def test_a_graph_of_an_attached_forward_follows_commits() -> None:
-    (found,) = run_ranks(1, partial(follow, copied_map=False), backend=NCCL, start_method="spawn")
+    (found,) = ranks_on_gpu(1, follow)
     assert found == [(True, True)] * 3
 
 
-def capture_beside(rank: int, ours: bool) -> str:
-    """Why a capture failed beside a thread that asks for events; empty: it did not.
-
-    Args:
-        ours: control: one of any other kind.
-    """
+def capture_beside(rank: int) -> str:
+    """Why a capture failed beside a thread of ours that asks for events; empty: it did not."""
     use(DEVICE)
     event, captured_all, asked = torch.cuda.Event(), threading.Event(), threading.Event()
     event.record()
@@ -126,10 +112,7 @@ def capture_beside(rank: int, ours: bool) -> str:
                 event.query()
             asked.set()
 
-    thread = threading.Thread(target=ask)
-    worker = Worker("a test's")
-    running = worker.submit(ask) if ours else thread.start()
-    problem = ""
+    running, problem = Worker("a test's").submit(ask), ""
     try:
         for _ in range(20):
             asked.clear()
@@ -140,13 +123,12 @@ def capture_beside(rank: int, ours: bool) -> str:
     except RuntimeError as error:
         problem = str(error)
     captured_all.set()
-    if running is not None:
-        running.result()
+    running.result()
     return problem
 
 
 def test_threads_of_the_balancer_do_not_end_a_capture() -> None:
-    assert run_ranks(1, capture_beside, True, backend=NCCL, start_method="spawn") == [""]
+    assert ranks_on_gpu(1, capture_beside) == [""]
 
 
 def wait_for_nothing(rank: int) -> None:
@@ -159,4 +141,4 @@ def wait_for_nothing(rank: int) -> None:
 
 
 def test_a_forward_and_a_backward_pass_at_ep_1_never_wait_for_the_device() -> None:
-    run_ranks(1, wait_for_nothing, backend=NCCL, start_method="spawn")
+    ranks_on_gpu(1, wait_for_nothing)

@@ -9,8 +9,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, use
-from ranks import run_ranks
+from device import DEVICE, on_gpu, ranks_on_gpu
 from transport_contract import random_bytes, soon
 
 from eplb_runtime.config import DispatchConfig
@@ -31,9 +30,9 @@ RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
 ORDERS = "logical", "by_rank"
 
 
-def skip_without_deepep() -> None:
-    lacks = choosing.lacks(DEVICE, RANKS, RANKS)
-    if lacks:
+@pytest.fixture(autouse=True)
+def with_deepep() -> None:
+    if lacks := choosing.lacks(DEVICE, RANKS, RANKS):
         pytest.skip(lacks)
 
 
@@ -78,40 +77,31 @@ def step(
 
 
 def both(rank: int, order: str, tokens: tuple[int, ...], dtype: torch.dtype) -> tuple[list, list]:
-    device = device_of(rank)
-    use(device)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    return step(None, rank, device, tokens[rank], dtype), step(order, rank, device, tokens[rank], dtype)
+    job = rank, on_gpu(rank), tokens[rank], dtype
+    return step(None, *job), step(order, *job)
 
 
 @pytest.mark.parametrize("tokens", [(512, 300), (64, 1)], ids=str)
 def test_in_logical_order_every_bit_is_that_of_all_to_all(tokens: tuple[int, ...]) -> None:
-    skip_without_deepep()
     job = ("logical", tokens, torch.bfloat16)
-    for expected, found in run_ranks(RANKS, both, *job, backend=NCCL, start_method="spawn"):
+    for expected, found in ranks_on_gpu(RANKS, both, *job):
         assert all(map(torch.equal, expected, found))
 
 
 def in_float8(rank: int, order: str) -> tuple[list, list]:
-    device = device_of(rank)
-    use(device)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    job = (order, rank, device, 300, torch.bfloat16)
+    job = order, rank, on_gpu(rank), 300, torch.bfloat16
     return step(*job, "before"), step(*job, "on the way")
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_float8_on_the_way_is_as_if_hidden_states_had_been_rounded_before(order: str) -> None:
-    skip_without_deepep()
-    for expected, found in run_ranks(RANKS, in_float8, order, backend=NCCL, start_method="spawn"):
+    for expected, found in ranks_on_gpu(RANKS, in_float8, order):
         assert all(map(torch.equal, expected, found))
 
 
 def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
     """Rows and results of batches without gradients, by the low-latency kernels and by the others."""
-    device = device_of(rank)
-    use(device)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    device = on_gpu(rank)
     dtype: Literal["float8", "model"] = "float8" if in_float8 else "model"
     slow, fast = over("by_rank", dtype), over("by_rank", dtype, low_latency_tokens=64)
     found = []
@@ -132,10 +122,9 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
 
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_float8: bool) -> None:
-    skip_without_deepep()
     if why := deepep_package.no_infiniband():
         pytest.skip(why)  # the kernels would trap, which ends the CUDA context
-    for of_rank in run_ranks(RANKS, small_batches, in_float8, backend=NCCL, start_method="spawn"):
+    for of_rank in ranks_on_gpu(RANKS, small_batches, in_float8):
         for (rows, out), (fast_rows, fast_out) in of_rank:
             torch.testing.assert_close(rows.float(), fast_rows.float(), rtol=0.07 if in_float8 else 0, atol=0)
             torch.testing.assert_close(out.float(), fast_out.float(), rtol=0.05, atol=0.1)
@@ -146,9 +135,7 @@ def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_fl
 
 def experts_between_tokens(rank: int) -> list[bool]:
     """Messages of several sizes, some of more than one call, between tokens by the same buffer."""
-    device = device_of(rank)
-    use(device)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    device = on_gpu(rank)
     group = dist.new_group([0, 1], backend="nccl")
     transport = TRANSPORTS["deepep"](group, "nccl", device, 60.0)
     transport.warm_up(soon())
@@ -168,6 +155,5 @@ def experts_between_tokens(rank: int) -> list[bool]:
 
 
 def test_experts_go_by_the_buffer_of_tokens() -> None:
-    skip_without_deepep()
-    for right in run_ranks(RANKS, experts_between_tokens, backend=NCCL, start_method="spawn"):
+    for right in ranks_on_gpu(RANKS, experts_between_tokens):
         assert all(right)

@@ -74,20 +74,3 @@ def test_an_experts_bits_do_not_depend_on_its_slot(implementation: str, dtype: t
                 differ[name] = max(count, differ.get(name, 0))
     print(f"{implementation} in {dtype}: {len(differ)} of {len(in_order)} tensors depend on the slot")
     assert not differ
-
-
-def beside(layer, dtype: torch.dtype, neighbours: int) -> dict[str, torch.Tensor]:
-    """One expert's output and gradients, for 64 rows of its own, beside seven experts of so many rows each."""
-    generator = torch.Generator().manual_seed(1)
-    own, seed = (torch.randn(64, WIDTH, generator=generator).to(DEVICE, dtype) for _ in range(2))
-    counts = [neighbours] * 3 + [64] + [neighbours] * 4
-    others = torch.randn(sum(counts) - 64, WIDTH, generator=generator).to(DEVICE, dtype)
-    first = 3 * neighbours
-    rows_MD = torch.cat([others[:first], own, others[first:]]).requires_grad_()
-    weights = [getattr(layer.experts, name).detach().clone().requires_grad_() for name in layer.parameters]
-    out_MD = layer.compute(rows_MD, SlotCounts.of(counts, DEVICE), weights)
-    gradient = torch.zeros_like(out_MD)
-    gradient[first : first + 64] = seed
-    out_MD.backward(gradient)
-    found = {"output": out_MD.detach()[first : first + 64], "input gradient": rows_MD.grad[first : first + 64]}
-    return found | {f"{name} gradient": w.grad[3] for name, w in zip(layer.parameters, weights, strict=True)}

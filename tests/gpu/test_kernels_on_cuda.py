@@ -1,17 +1,22 @@
-"""Kernels on the device give what their references give on the CPU, wait for nothing, and go on in a CUDA graph."""
+"""What every batch does on the device: kernels give what their references give on the CPU, wait for nothing, and go on
+in a CUDA graph."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from device import DEVICE, no_host_sync
 from water_filling_torch import assign_slots
 
+from eplb_runtime.load.counter import HostCopy, LoadCounter
 from eplb_runtime.moe.dispatch import kernels as moves
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
 from eplb_runtime.moe.kernel_selection import kernels_for
 from eplb_runtime.moe.routing import kernels
+from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
+from eplb_runtime.placement import Placement
 
 pytest.importorskip("triton", reason="no triton: pip install triton")
 pytestmark = pytest.mark.gpu
@@ -105,3 +110,29 @@ def test_the_first_batch_of_each_kernel_is_that_of_torch_here(caplog: pytest.Log
         chosen.count_and_map(ids, torch.arange(EXPERTS, device=DEVICE), counts, None)
         chosen.moves.leaving(ids, 0, 32, 8, dedup=True, tag=1)
     assert not caplog.records and counts.sum() == 2 * ids.numel()
+
+
+def test_counting_and_closing_a_step_never_wait_for_the_device() -> None:
+    counting = LoadCounter(2, EXPERTS, 8, DEVICE)
+    ids, real = choices(0).to(DEVICE), torch.ones(TOKENS, dtype=torch.bool, device=DEVICE)
+    counting.count(0, ids, real)
+    with no_host_sync():
+        for _ in range(3):
+            counting.count(0, ids)
+            counting.count(1, ids, real)
+            counting.advance()
+        HostCopy(counting.take())
+
+
+def test_splitting_a_batch_never_waits_for_the_device() -> None:
+    """Replicas of the first expert of the next rank."""
+    placement = Placement.initial(1, 16, 4, 1)
+    map_ = placement.physical_to_logical.copy().reshape(1, 4, -1)
+    map_[0, :, -1] = [4, 8, 12, 0]
+    of = SplitSettings(ranks_per_node=2, least_tokens=64)
+    splitter = BatchSplitter(Placement(map_.reshape(1, -1), 16, 4, placement.home), DEVICE, 1, of)
+    ids = choices(1, of=16).to(DEVICE)
+    counts_RE = np.stack([splitter.counts(choices(rank, of=16).to(DEVICE))[0].cpu().numpy() for rank in range(4)])
+    with no_host_sync():
+        splitter.counts(ids)
+        splitter.route(0, ids, counts_RE)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from device import NCCL, device_of, use
+from device import on_gpu, ranks_on_gpu
 from examples import FOLDER, load_example
-from ranks import run_ranks
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
@@ -24,7 +23,7 @@ pytestmark = [
 
 
 def trained(rank: int, move: bool, top_k: int) -> tuple[list[Any], int]:
-    use(device_of(rank))
+    on_gpu(rank)
     sys.path.insert(0, str(FOLDER))
     ours = load_example("megatron_gpt")
     from megatron.core import parallel_state
@@ -51,6 +50,6 @@ def trained(rank: int, move: bool, top_k: int) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_moving_experts_changes_no_bit(top_k: int) -> None:
-    static, moving = (run_ranks(2, trained, move, top_k, backend=NCCL, start_method="spawn") for move in (False, True))
+    static, moving = (ranks_on_gpu(2, trained, move, top_k) for move in (False, True))
     for (losses, none), (same, moved) in zip(static, moving, strict=True):
         assert none == 0 < moved and losses == same

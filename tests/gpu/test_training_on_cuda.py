@@ -1,35 +1,28 @@
-"""Dispatch, transport and whole training jobs on the device: one rank, two ranks that share a GPU, two GPUs."""
+"""Whole training jobs on the device: one rank, two ranks that may share a GPU, three."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import cache
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, no_host_sync, use, why_not
-from moe_models import batch_of, make_model
-from ranks import run_ranks
+from device import DEVICE, NCCL, SHARED, different, no_host_sync, ranks_on_gpu, train, use, why_not
+from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed.process_groups import backend_for
-from eplb_runtime.distributed.transports.base import Message
-from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.distributed import node_memory
+from eplb_runtime.events import BalancingResumed
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.experts.compute import weigh_gradients
 from eplb_runtime.moe.routing.splitter import RowCounts
 
-pytestmark = pytest.mark.gpu
-EXPERTS, LAYERS = 8, 2
-
-
-def ranks_on_gpu(world_size: int, function: Callable[..., object], *args: object, backend: str = NCCL) -> list:
-    return run_ranks(world_size, function, *args, backend=backend, start_method="spawn")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+EXPERTS = 8
+MOVING = {"policy": "incremental"}
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -56,128 +49,25 @@ def test_dispatch_with_known_counts_never_waits_for_the_device() -> None:
     ranks_on_gpu(1, dispatch_with_known_counts)
 
 
-def train_alone(rank: int, attached: bool, move_at: tuple[int, ...], steps: int) -> dict:
-    """One rank; ``move_at``: steps before which all its experts change their slots."""
-    use(DEVICE)
-    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    balancer = eplb.attach(model, optimizer, config=eplb.BalancerConfig(policy="static")) if attached else None
-    losses = []
-    for step in range(steps):
-        if balancer is not None and step in move_at:
-            old = balancer.placement
-            map_ = np.roll(old.physical_to_logical, 1 + step, axis=1)
-            balancer.rebalancer._migrate(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
-            assert balancer.placement.epoch == old.epoch + 1
-        ids = batch_of(rank, step).to(DEVICE)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        if balancer is not None:
-            balancer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    state = eplb.logical_state_dict(model, optimizer)
-    if balancer is not None:
-        balancer.close()
-    return {"losses": losses, "state": {name: tensor.cpu() for name, tensor in state.items()}}
-
-
-def different(one: dict, other: dict) -> list[str]:
-    assert one["state"].keys() == other["state"].keys()
-    found = [name for name in one["state"] if not torch.equal(one["state"][name], other["state"][name])]
-    return found + (["losses"] if one["losses"] != other["losses"] else [])
+def move_at(steps: tuple[int, ...], balancer: eplb.Balancer, step: int) -> bool:
+    """Ahead of these steps all experts change their slots."""
+    if step in steps:
+        old = balancer.placement
+        map_ = np.roll(old.physical_to_logical, 1 + step, axis=1)
+        balancer.rebalancer._migrate(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
+        assert balancer.placement.epoch == old.epoch + 1
+    return step < 12
 
 
 def test_moving_experts_between_slots_changes_no_bit() -> None:
-    (fixed,) = ranks_on_gpu(1, train_alone, True, (), 12)
-    (again,) = ranks_on_gpu(1, train_alone, True, (), 12)
+    fixed, again, moved = (
+        ranks_on_gpu(1, train, {}, EXPERTS, partial(move_at, steps))[0] for steps in ((), (), (2, 5, 6, 9))
+    )
     assert different(fixed, again) == [], "training on this GPU does not repeat itself even without migration"
-    (moved,) = ranks_on_gpu(1, train_alone, True, (2, 5, 6, 9), 12)
     assert different(fixed, moved) == []
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
-
-
-def train(rank: int, policy: str, replica_slots: int, beside: str = "") -> dict:
-    """Two dozen steps of which each third has other tokens.
-
-    Args:
-        beside: transport of experts that move beside training; empty: they move between steps.
-    """
-    device = device_of(rank)
-    use(device)
-    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, top_k=2).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    config = eplb.BalancerConfig(
-        interval=4,
-        policy=policy,
-        gate="always",
-        dense_gradients="allreduce",
-        replica_slots=replica_slots,
-        overlap=bool(beside),
-        migration=eplb.MigrationConfig(transport=beside) if beside else eplb.MigrationConfig(),
-    )
-    balancer = eplb.attach(model, optimizer, config=config)
-    losses = []
-    for step in range(24):
-        ids = (batch_of(rank, step) % 12 + 12 * ((step // 8) % 7)).to(device)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        balancer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    state = eplb.logical_state_dict(model, optimizer)
-    balancer.close()
-    return {
-        "losses": losses,
-        "state": {name: tensor.cpu() for name, tensor in state.items()},
-        "migrations": len(balancer.events.of_type(RebalanceCommitted)),
-        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
-    }
-
-
-def carry(rank: int, sizes: list[int]) -> bool:
-    """Bytes both ways through the transport that the balancer would choose; whether they arrived as they left."""
-    device = device_of(rank)
-    use(device)
-    group = dist.new_group([0, 1], backend=backend_for(device))
-    transport = TorchPointToPoint(group, backend_for(device), device, 30.0)
-    transport.warm_up(time.monotonic() + 30)
-
-    def message(sender: int, size: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(sender * 1000 + size)
-        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-
-    sends, receives = [], []
-    for size in sizes:
-        out = transport.empty(size)
-        out.copy_(message(rank, size))
-        sends.append(Message(1 - rank, out))
-        receives.append(Message(1 - rank, transport.empty(size)))
-    transport.post(sends, receives).wait(time.monotonic() + 30)
-    return all(torch.equal(r.data.cpu(), message(1 - rank, s)) for r, s in zip(receives, sizes, strict=True))
-
-
-@cache
-def two_nccl_ranks_refused() -> str:
-    """Why NCCL refuses two ranks on the one GPU that there is; empty: it does not. What else it says is a failure."""
-    if torch.cuda.device_count() > 1:
-        return ""
-    try:
-        ranks_on_gpu(2, carry, [16])
-    except AssertionError as error:
-        if "Duplicate GPU" not in str(error):
-            raise
-        return f"one GPU, and NCCL {torch.cuda.nccl.version()} takes one rank on it"
-    return ""
-
-
-def require_two_nccl_ranks() -> None:
-    if why := two_nccl_ranks_refused():
-        pytest.skip(why)
 
 
 def gloo_all_to_all(rank: int) -> str:
@@ -191,44 +81,96 @@ def gloo_all_to_all(rank: int) -> str:
     return "" if arrived.tolist() == [1, 1, 2, 2] else f"wrong bytes: {arrived.tolist()}"
 
 
-@pytest.fixture(params=["gloo", NCCL], ids=["gloo", "nccl"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Backends that carry a GPU's tensors between two ranks here."""
-    if request.param == NCCL:
-        require_two_nccl_ranks()
-    return request.param
-
-
+@pytest.mark.parametrize("backend", ["gloo", NCCL], ids=["gloo", "nccl"])
 def test_training_is_bit_identical_with_and_without_migration(backend: str) -> None:
-    if backend == "gloo":
-        refused = ranks_on_gpu(2, gloo_all_to_all, backend="gloo")[0]
-        if refused:
-            pytest.skip(f"gloo does not dispatch tokens of a GPU: {refused}")
-    fixed = ranks_on_gpu(2, train, "static", 0, backend=backend)
-    again = ranks_on_gpu(2, train, "static", 0, backend=backend)
-    moved = ranks_on_gpu(2, train, "incremental", 0, backend=backend)
-    for rank in range(2):
-        assert different(fixed[rank], again[rank]) == [], "training does not repeat itself even without migration"
-        assert moved[rank]["aborted"] == []
-        assert moved[rank]["migrations"] >= 2
-        assert different(fixed[rank], moved[rank]) == []
+    if backend == "gloo" and (refused := ranks_on_gpu(2, gloo_all_to_all, backend="gloo")[0]):
+        pytest.skip(f"gloo does not dispatch tokens of a GPU: {refused}")
+    for fixed, again, moved in zip(
+        *(ranks_on_gpu(2, train, s, backend=backend) for s in ({}, {}, MOVING)), strict=True
+    ):
+        assert different(fixed, again) == [], "training does not repeat itself even without migration"
+        assert moved["aborted"] == [] and moved["committed"] >= 2
+        assert different(fixed, moved) == []
 
 
 @pytest.mark.parametrize("transport", ["torch", "cuda_ipc", "nvshmem"])
 def test_experts_that_move_beside_training_change_no_bit(transport: str) -> None:
     if why := why_not(transport):
         pytest.skip(why)
-    require_two_nccl_ranks()
-    fixed = ranks_on_gpu(2, train, "static", 0)
-    moved = ranks_on_gpu(2, train, "incremental", 0, transport)
-    for one, other in zip(fixed, moved, strict=True):
-        assert other["aborted"] == [] and other["migrations"] >= 1
-        assert different(one, other) == []
+    beside = {**MOVING, "overlap": True, "migration": eplb.MigrationConfig(transport=transport)}
+    for fixed, moved in zip(*(ranks_on_gpu(2, train, settings) for settings in ({}, beside)), strict=True):
+        assert moved["aborted"] == [] and moved["committed"] >= 1
+        assert different(fixed, moved) == []
 
 
 def test_replica_slots_train_over_nccl() -> None:
-    require_two_nccl_ranks()
-    fixed, copied = (ranks_on_gpu(2, train, "incremental", slots) for slots in (0, 1))
-    for rank in range(2):
-        assert copied[rank]["aborted"] == []
-        assert copied[rank]["losses"] == pytest.approx(fixed[rank]["losses"], rel=0.05)
+    of_both = (ranks_on_gpu(2, train, {**MOVING, "replica_slots": slots}) for slots in (0, 1))
+    for fixed, copied in zip(*of_both, strict=True):
+        assert copied["aborted"] == []
+        assert copied["losses"] == pytest.approx(fixed["losses"], rel=0.05)
+
+
+def copied(ranks: int, slots: dict[int, int], experts: int = EXPERTS) -> eplb.Placement:
+    """A replica slot a rank; these hold these experts."""
+    plain = eplb.Placement.initial(2, experts, ranks, 1)
+    map_ = np.array(plain.physical_to_logical)
+    map_[:, list(slots)] = list(slots.values())
+    return eplb.Placement(map_, experts, ranks, plain.home)
+
+
+def refreshed(waits: bool, balancer: eplb.Balancer, step: int) -> bool:
+    if step == 6 and not waits:
+        replicas = balancer.runtime.maps.replicas
+        torch.cuda.synchronize()
+        dist.barrier()
+        with no_host_sync():
+            replicas.refresh()
+            replicas.wait_all()
+    return step < 6
+
+
+def test_training_by_copy_engines_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits() -> None:
+    """Each rank has a copy of an expert of the other."""
+    if lacks := node_memory.why_not(DEVICE):
+        pytest.skip(lacks)
+    usual: dict[str, Any] = {
+        "replica_slots": 1,
+        "initial_placement": copied(2, {4: 5, 9: 1}),
+        "dispatch": eplb.DispatchConfig(split_least_tokens=0),
+    }
+    by_torch, by_other = (
+        ranks_on_gpu(2, train, {**usual, "copies_by": way}, EXPERTS, partial(refreshed, way == "torch"), **SHARED)
+        for way in ("torch", "copy_engine")
+    )
+    for one, other in zip(by_torch, by_other, strict=True):
+        assert different(one, other) == []
+
+
+# -- three ranks: a first call that only some make would never end -----------------------------------------------------
+
+
+def test_a_copy_between_two_of_three_ranks_does_not_hang() -> None:
+    """Expert 0 lives on rank 0 and is copied to rank 1; rank 2 has nothing to do with copies."""
+    settings = {"replica_slots": 1, "initial_placement": copied(3, {5: 0}, 6)}
+    for result in ranks_on_gpu(3, train, settings, 6):
+        assert result["aborted"] == []
+
+
+def connected_anew(steps: int | None, balancer: eplb.Balancer, step: int) -> bool:
+    """So many steps; or with connections made anew after the first one, until some steps after that."""
+    if steps is not None:
+        return step < steps
+    if step == 1:
+        balancer.rebalancer._pause("a test wants new connections")
+        plan_by(balancer, plan_shuffle)
+    resumed = balancer.events.of_type(BalancingResumed)
+    return not resumed or step < resumed[0].step + 5
+
+
+def test_experts_migrate_after_connections_were_made_anew() -> None:
+    lag = {"interval": 2, "migration": eplb.MigrationConfig(lag=1)}
+    moved = ranks_on_gpu(3, train, lag, 6, partial(connected_anew, None))
+    fixed = ranks_on_gpu(3, train, lag, 6, partial(connected_anew, len(moved[0]["losses"])))
+    for before, after in zip(fixed, moved, strict=True):
+        assert (after["committed"] >= 2, after["aborted"]) == (True, [])
+        assert different(before, after) == []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from device import NCCL, device_of, use, why_not
-from ranks import run_ranks
+from device import SHARED, device_of, on_gpu, ranks_on_gpu, why_not
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.distributed.bandwidth import measure
@@ -27,14 +26,7 @@ def said(request: pytest.FixtureRequest) -> list[dict]:
     name, backend = request.param
     if why := why_not(name):
         pytest.skip(why)
-    try:
-        shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-        arguments = name, backend, device_of, CASES
-        return run_ranks(RANKS, run_cases, *arguments, backend=NCCL, start_method="spawn", **shared)
-    except AssertionError as error:
-        if torch.cuda.device_count() < RANKS and "Duplicate GPU" in str(error):
-            pytest.skip(f"NCCL does not take {RANKS} ranks on {torch.cuda.device_count()} GPUs")
-        raise
+    return ranks_on_gpu(RANKS, run_cases, name, backend, device_of, CASES, **SHARED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -45,8 +37,7 @@ def test_contract(said: list[dict], case: Case) -> None:
 
 def probe_behind_queued_work(rank: int) -> tuple[float, float]:
     """Bandwidth measured with an idle device, and again while kernels are queued on it."""
-    device = device_of(rank)
-    use(device)
+    device = on_gpu(rank)
     group, control = dist.new_group([0, 1], backend="nccl"), dist.new_group([0, 1], backend="gloo")
     transport = TRANSPORTS["torch"](group, "nccl", device, 60.0)
     transport.warm_up(soon())
@@ -63,5 +54,5 @@ def probe_behind_queued_work(rank: int) -> tuple[float, float]:
 def test_bandwidth_is_measured_apart_from_what_the_device_still_has_to_do() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("two ranks on one GPU tell nothing about a link")
-    for idle, busy in run_ranks(2, probe_behind_queued_work, backend=NCCL, start_method="spawn"):
+    for idle, busy in ranks_on_gpu(2, probe_behind_queued_work):
         assert busy > 0.5 * idle

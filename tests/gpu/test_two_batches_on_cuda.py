@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, device_of, no_host_sync, use
+from device import DEVICE, no_host_sync, on_gpu, ranks_on_gpu
 from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor
 
@@ -29,13 +28,6 @@ def skip_without(dispatch: str) -> None:
     lacks = "" if dispatch == "all_to_all" else choosing.lacks(DEVICE, RANKS, RANKS)
     if lacks:
         pytest.skip(lacks)
-
-
-def on_gpu(rank: int) -> torch.device:
-    device = device_of(rank)
-    use(device)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    return device
 
 
 # -- streams and memory, without a model -------------------------------------------------------------------------------
@@ -70,7 +62,7 @@ def busy_streams(rank: int) -> list[bool]:
 
 
 def test_streams_of_their_own_wait_for_the_callers_and_it_for_them() -> None:
-    assert all(run_ranks(1, busy_streams, backend=NCCL, start_method="spawn")[0])
+    assert all(ranks_on_gpu(1, busy_streams)[0])
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
@@ -128,5 +120,5 @@ def both_ways(rank: int, way: tuple[str, str, int]) -> tuple[list[Any], int]:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_two_batches_at_once_change_no_bit(way: tuple[str, str, int]) -> None:
     skip_without(way[0])
-    for wrong, epoch in run_ranks(RANKS, both_ways, way, backend=NCCL, start_method="spawn"):
+    for wrong, epoch in ranks_on_gpu(RANKS, both_ways, way):
         assert not wrong and epoch >= 2

@@ -1,7 +1,11 @@
 """Hosts on one machine: network namespaces with a cable each to a switch, which is a namespace too.
 
 Nothing of it is seen outside: removing the namespaces removes cables, addresses and processes. A host has a name of its
-own (UTS namespace), address 10.77.0.<number> on ``eth0``, and shares files and memory with the others.
+own (UTS namespace), address 10.77.0.<number> on ``eth0``, and shares files and memory with the others. As a command:
+
+    python tests/multinode/namespaces.py 1gbit 2 eplb_runtime.cli bench dispatch --repeats 5 --json
+
+starts two ranks on each of two hosts, whose cables carry 1 Gbit/s outwards, and prints what host 0 says.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from scripts import start_script
 
@@ -212,3 +217,11 @@ class Cluster:
 
 MakeCluster = Callable[..., Cluster]
 """The fixture ``make_cluster``: (hosts, rate=None) -> a cluster that stands until the test ends."""
+
+
+if __name__ == "__main__":
+    rate, ranks_per_host, *module = sys.argv[1:]
+    with TemporaryDirectory() as logs, Cluster(2, Path(logs), rate) as cluster:
+        cluster.start(int(ranks_per_host), Path("-m"), *module)
+        cluster.wait(900)
+        print((Path(logs) / "host0.log").read_text())

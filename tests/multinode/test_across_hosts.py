@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from examples import load_example
-from namespaces import ROOT, MakeCluster
+from namespaces import ROOT, Cluster, MakeCluster
+from ranks import compile_once
 from slurm import NODES, Slurm, missing
 from torch.nn import functional
 
@@ -22,6 +25,26 @@ pytestmark = [pytest.mark.multinode, pytest.mark.slow]
 JOBS = Path(__file__).parent / "jobs"
 SMALL_TALK_BYTES = 200_000
 """What else goes through a cable while something is counted: votes, barriers, acknowledgements of what comes in."""
+
+
+@pytest.fixture
+def make_cluster(tmp_path: Path) -> Iterator[MakeCluster]:
+    """``make_cluster(hosts, rate=None)``; all of it is removed after the test."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for command in ("ip", "tc", "unshare"):
+        if shutil.which(command) is None:
+            pytest.skip(f"no {command} command: install iproute2 and util-linux")
+    compile_once()  # a deadline counts a job's own time; four ranks that compile at once take minutes
+    with ExitStack() as stack:
+
+        def make(hosts: int, rate: str | None = None) -> Cluster:
+            try:
+                return stack.enter_context(Cluster(hosts, tmp_path, rate))
+            except OSError as error:
+                pytest.skip(f"this machine does not let us make hosts: {error}")
+
+        yield make
 
 
 def test_training_over_two_hosts_rebalances_and_is_bit_identical(make_cluster: MakeCluster, tmp_path: Path) -> None:
@@ -42,7 +65,7 @@ def test_no_more_bytes_cross_a_cable_than_must(
 ) -> None:
     """Cables of 1 Gbit/s between hosts, memory inside them; what leaves a host is counted on its cable."""
     cluster = make_cluster(hosts, rate="1gbit")
-    cluster.start_ranks(ranks_per_host, JOBS / "count_experts.py", tmp_path)
+    cluster.start_ranks(ranks_per_host, JOBS / "count.py", tmp_path, "experts")
     cluster.wait(240)
     results = [json.loads((tmp_path / f"counted.{rank}.json").read_text()) for rank in range(4)]
     topology = results[0]["topology"]
@@ -53,13 +76,10 @@ def test_no_more_bytes_cross_a_cable_than_must(
     assert topology["inter_node_bandwidth"] < (150e6 if ranks_per_host == 1 else 110e6)
     if ranks_per_host > 1:
         assert topology["intra_node_bandwidth"] > topology["inter_node_bandwidth"]
-    print(f"{hosts} hosts x {ranks_per_host} ranks: case, bytes sent, least, MB/s")
     for case in results[0]["cases"]:
         for host, result in enumerate(results[::ranks_per_host]):
             said = result["cases"][case]
-            speed = said["least"] / said["seconds"] / 1e6
-            print(f"  {case:8} host {host}: {said['sent']:9} {said['least']:9} {speed:6.1f}")
-            assert said["least"] <= said["sent"] <= 1.03 * said["least"] + SMALL_TALK_BYTES, case
+            assert said["least"] <= said["sent"] <= 1.03 * said["least"] + SMALL_TALK_BYTES, (case, host)
     first = results[0]["cases"]
     assert first["across"]["least"] > 5e6, "control: the cables do carry experts"
     if ranks_per_host > 1:
@@ -70,15 +90,17 @@ def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:
     """Cut before experts leave, before the ranks vote, between two rounds of transfers, and while a step runs beside
-    them; plugged when the ranks of the first host have given up."""
+    them; plugged when the ranks of the first host have given up, and the first time when they have then waited for the
+    others for several timeouts."""
     points = ["prepared", "staged", "committed", "beside"]
     cluster = make_cluster(2)
-    cluster.start_ranks(2, JOBS / "train_with_cut_cable.py", tmp_path, "torch", *points)
+    cluster.start_ranks(2, JOBS / "train_with_cut_cable.py", tmp_path, *points)
     for point in points:
         cluster.wait_for_files([tmp_path / f"{point}.{rank}" for rank in range(4)], 90)
         cluster.cut_cable(1)
         (tmp_path / f"cut.{point}").touch()
-        cluster.wait_for_files([tmp_path / f"dropped.{point}.{rank}" for rank in (0, 1)], 60)
+        over = "waited" if point == "prepared" else f"dropped.{point}"
+        cluster.wait_for_files([tmp_path / f"{over}.{rank}" for rank in (0, 1)], 60)
         cluster.plug_cable(1)
     cluster.wait(90)
     results = [json.loads((tmp_path / f"result.{rank}.json").read_text()) for rank in range(4)]
@@ -88,7 +110,7 @@ def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
         assert between["committed"][-1][0] > between["aborted"][-1][0], "no rebalance after the last cut"
         assert beside["committed"][-1][0] > beside["resumed"][-1] > 0, "no rebalance after the cut"
         for said, first in ((between, results[0][0]), (beside, results[0][1])):
-            assert said["committed"] == first["committed"]
+            assert said["committed"] == first["committed"] and said["carriers"] == "TorchPointToPoint"
             assert said["same_losses"] and said["same_state"]
 
 
@@ -125,29 +147,9 @@ def test_a_job_goes_on_without_a_host_that_died(make_cluster: MakeCluster, tmp_p
     assert len({round(loss, 9) for loss in losses}) == 8, "control: any other step is further away"
 
 
-def test_rebalancing_comes_back_however_long_a_cable_stays_cut(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """Plugged when the ranks of the first host have waited for the others for several timeouts. gloo's
-    connections are made anew."""
-    cluster = make_cluster(2)
-    cluster.start_ranks(2, JOBS / "train_with_cut_cable.py", tmp_path, "auto", "staged")
-    cluster.wait_for_files([tmp_path / f"staged.{rank}" for rank in range(4)], 90)
-    cluster.cut_cable(1)
-    (tmp_path / "cut.staged").touch()
-    cluster.wait_for_files([tmp_path / f"waited.{rank}" for rank in (0, 1)], 60)
-    cluster.plug_cable(1)
-    cluster.wait(90)
-    for rank in range(4):
-        (result,) = json.loads((tmp_path / f"result.{rank}.json").read_text())
-        assert [phase for _, phase, _ in result["aborted"]] == ["staged"]
-        assert result["committed"], "no rebalance after the cut"
-        assert result["carriers"] == "TorchPointToPoint"
-        assert result["same_losses"] and result["same_state"]
-
-
 # -- What tokens cost the links between hosts, counted there: dispatch that crosses to a node once beside the plain
 
 
-JOB = Path(__file__).parent / "jobs/count_bytes.py"
 ROWS = {
     "all_to_all": {"there": "ranks", "back": "choices"},
     "logical": {"there": "hosts", "back": "choices"},
@@ -159,7 +161,7 @@ ROWS = {
 def test_a_token_crosses_to_a_host_once(make_cluster: MakeCluster, tmp_path: Path) -> None:
     """Two hosts of four ranks, 8 of 64 experts a token: of four groups of eight, or of all."""
     cluster = make_cluster(2)
-    cluster.start_ranks(4, JOB, tmp_path)
+    cluster.start_ranks(4, JOBS / "count.py", tmp_path, "tokens")
     cluster.wait(120)
     found = json.loads((tmp_path / "bytes.json").read_text())
     for routing in ("group-limited", "free"):

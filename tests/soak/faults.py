@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +21,9 @@ from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.distributed.points import Phase
 from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 
-KILL, RAISE = "kill", "exception"
-ALL_RANKS = -1
-SLOW_PASSES = 6
-"""A slow rank dawdles so often."""
-NOT_RAISED: Mapping[Phase, str] = {
-    Phase.STEPPED: "it is on the training thread: the error is the loop's",
-    Phase.AWAITED: "it is on the training thread: the error is the forward's",
-    Phase.DECIDED: "all ranks have agreed: an error ends the job, as it must",
-    Phase.COMMITTING: "all ranks have agreed: an error ends the job, as it must",
-    Phase.COMMITTED: "all ranks have agreed: an error ends the job, as it must",
-}
-"""Where no exception is made, and why."""
+KILL, ALL_RANKS = "kill", -1
+NOT_RAISED = (Phase.STEPPED, Phase.AWAITED, Phase.DECIDED, Phase.COMMITTING, Phase.COMMITTED)
+"""Where no exception is made: it would be the training loop's, or all ranks have agreed, and it ends the job."""
 _ERRORS: Sequence[type[Exception]] = (RuntimeError, OSError, MemoryError, KeyError, TransportError)
 
 
@@ -57,37 +48,24 @@ class Draw:
         return self.victim in (rank, ALL_RANKS)
 
 
-class Deck:
-    """All faults at all points in a random order, again and again.
+def draws(chance: random.Random, ranks: int, first: int) -> Iterator[list[Draw]]:
+    """All faults at all points in a random order, again and again, now and then two.
 
     Args:
         chance: seeded alike on every rank.
         first: how many were drawn before.
     """
+    pairs = [(fault, point) for fault in FAULTS for point in Phase if fault != KILL]
+    pairs = [(fault, point) for fault, point in pairs if fault != "exception" or point not in NOT_RAISED]
+    random.Random(0).shuffle(pairs)
+    while True:
+        first += 1
+        drawn = [pairs[first % len(pairs)], *[chance.choice(pairs)] * (chance.random() < 0.3)]
+        yield [draw_of(chance, *one, ALL_RANKS if chance.random() < 0.15 else chance.randrange(ranks)) for one in drawn]
 
-    def __init__(self, chance: random.Random, ranks: int, first: int = 0) -> None:
-        self._chance = chance
-        self._ranks = ranks
-        self._pairs = [(fault, point) for fault in FAULTS for point in Phase if fault != KILL]
-        self._pairs = [pair for pair in self._pairs if not (pair[0] == RAISE and pair[1] in NOT_RAISED)]
-        random.Random(0).shuffle(self._pairs)
-        self._next = first
 
-    def draw(self) -> list[Draw]:
-        """The next one, and now and then another beside it."""
-        self._next += 1
-        drawn = [self._of(*self._pairs[self._next % len(self._pairs)])]
-        if self._chance.random() < 0.3:
-            drawn.append(self._of(*self._chance.choice(self._pairs)))
-        return drawn
-
-    def kill(self, points: Sequence[Phase]) -> Draw:
-        return self._of(KILL, points[self._next % len(points)])
-
-    def _of(self, fault: str, point: Phase) -> Draw:
-        everywhere = fault != KILL and self._chance.random() < 0.15
-        victim = ALL_RANKS if everywhere else self._chance.randrange(self._ranks)
-        return Draw(fault, point, victim, self._chance.choice((0, 0, 1, 2)), self._chance.random())
+def draw_of(chance: random.Random, fault: str, point: Phase, victim: int) -> Draw:
+    return Draw(fault, point, victim, chance.choice((0, 0, 1, 2)), chance.random())
 
 
 class Faults:
@@ -100,45 +78,31 @@ class Faults:
     """
 
     def __init__(self, balancer: Balancer, rank: int, timeout_seconds: float) -> None:
-        self.groups = balancer.runtime.groups
-        self.timeout_seconds = timeout_seconds
-        self._rank = rank
-        self._executor = balancer.rebalancer._engine.executor
+        self.groups, self.timeout_seconds = balancer.runtime.groups, timeout_seconds
+        self._rank, engine = rank, balancer.rebalancer._engine
+        engine.probe, self._executor = self._at, engine.executor
         self._executor._add = self._send  # type: ignore[method-assign]
-        self._passed: dict[Draw, int] = {}
-        self._acted: set[Draw] = set()
+        self._left: dict[Draw, int] = {}
         self._lock = threading.Lock()
         self.corrupting = False
         self._deaf: weakref.ref[Transport] | None = None  # what nobody else holds goes
-        self._engine = balancer.rebalancer._engine
-        self._engine.probe = self._at
 
-    def arm(self, draws: Sequence[Draw]) -> None:
+    def arm(self, drawn: Sequence[Draw]) -> None:
         """From here on, what is drawn happens, each once; what was drawn before does not any more."""
         with self._lock:
-            self._acted = set()
-            self._passed = {draw: 0 for draw in draws if draw.is_on(self._rank)}
+            self._left = {draw: draw.passes for draw in drawn if draw.is_on(self._rank)}
 
     def hurry(self) -> None:
         """What has not happened yet does at the next pass."""
         with self._lock:
-            for draw in self._passed.keys() - self._acted:
-                self._passed[draw] = draw.passes
+            self._left = dict.fromkeys(self._left, 0)
 
-    @property
-    def over(self) -> bool:
-        """Whether all that was drawn for this rank has happened."""
-        return len(self._acted) == len(self._passed)
-
-    def reached(self, draw: Draw) -> bool:
-        return draw in self._acted
-
-    def cut(self) -> None:
-        """End the connections that rebalancing talks over."""
-        self.groups.hang_up()
+    def waits_for(self, draw: Draw) -> bool:
+        """Whether it is this rank's, and has not happened yet."""
+        return draw in self._left
 
     def lose_what_is_sent(self) -> None:
-        """From here on nothing that this rank sends arrives, until it connects anew."""
+        """From here on nothing that this rank sends arrives, until it connects again."""
         self._deaf = weakref.ref(self._executor._transport)
 
     def stall_store(self, seconds: float) -> None:
@@ -149,15 +113,12 @@ class Faults:
         if self.corrupting and phase is Phase.STAGED and subject:
             self.corrupting = False
             subject[0].record[3] ^= 1
-        due: list[Draw] = []
         with self._lock:
-            for draw in self._passed:
-                if draw.point is phase:
-                    self._passed[draw] += 1
-                    over = self._passed[draw] - 1 - draw.passes
-                    if over == 0 or (draw.fault == "slow" and 0 < over < SLOW_PASSES):
-                        due.append(draw)
-                        self._acted.add(draw)
+            here = [draw for draw in self._left if draw.point is phase]
+            due = [draw for draw in here if self._left[draw] == 0]
+            self._left.update({draw: self._left[draw] - 1 for draw in here})
+            for draw in due:
+                del self._left[draw]
         for draw in due:
             FAULTS[draw.fault](self, draw, subject)
 
@@ -165,9 +126,6 @@ class Faults:
         if self._deaf is not None and self._deaf() is self._executor._transport:
             sends = []
         return type(self._executor)._add(self._executor, exchange, sends, receives)
-
-
-Fault = Callable[[Faults, Draw, Any], None]
 
 
 def _stop(faults: Faults, draw: Draw, subject: Any) -> None:
@@ -190,16 +148,16 @@ def _corrupt(faults: Faults, draw: Draw, subject: Any) -> None:
         faults.corrupting = True  # what comes next
 
 
-FAULTS: Mapping[str, Fault] = {
+FAULTS: Mapping[str, Callable[[Faults, Draw, Any], None]] = {
     "stop": _stop,
     "stand still": lambda faults, draw, _: time.sleep(faults.timeout_seconds * (1.1 + draw.amount / 2)),
     KILL: lambda *_: os.kill(os.getpid(), signal.SIGKILL),
-    RAISE: _raise,
+    "exception": _raise,
     "silent store": lambda faults, draw, _: faults.stall_store(faults.timeout_seconds * (1.1 + 2 * draw.amount)),
     "dropped bytes": lambda faults, *_: faults.lose_what_is_sent(),
     "corrupt bytes": _corrupt,
-    "slow": lambda faults, draw, _: time.sleep(faults.timeout_seconds * (0.02 + 0.2 * draw.amount)),
-    "cut": lambda faults, *_: faults.cut(),
+    "slow": lambda faults, draw, _: time.sleep(faults.timeout_seconds * (0.1 + 0.8 * draw.amount)),
+    "cut": lambda faults, *_: faults.groups.hang_up(),
 }
 """By the names in the result. "stop" is of the whole process, "stand still" of the thread that comes to the point, both
-longer than the timeout; "cut" ends the connections."""
+longer than the timeout; "slow" is shorter; "cut" ends the connections."""

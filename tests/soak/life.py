@@ -1,14 +1,14 @@
 """Train while rebalances are broken at every point of the protocol, beside a twin that nobody disturbs.
 
-A life of the job takes some bouts: faults are drawn (`faults.py`), the job trains until they have happened and
-experts have moved anew, and everything is compared. In the end a rank is killed, and the others are looked at. Lives
-follow each other in `__main__.py`.
+A life of the job takes some bouts: faults are drawn (`faults.py`), the job trains until they have happened and experts
+have moved again, and everything is compared. In the end a rank is killed, and the others are looked at.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import random
 import time
@@ -31,17 +31,15 @@ from eplb_runtime.events import BalancingResumed, Event, RebalanceAborted, Rebal
 from eplb_runtime.hosts import attach
 from eplb_runtime.migration.engine import MigrationBroken
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
-from tests.support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from tests.support.shuffle import plan_by, plan_shuffle
 
-from .faults import ALL_RANKS, Deck, Draw, Faults
+from .faults import KILL, Draw, Faults, draw_of, draws
 
-INTERVAL = 2
-TIMEOUT_SECONDS = 3.0
+INTERVAL, TIMEOUT_SECONDS = 2, 3.0
 """Of the disturbed balancer."""
-MOST_STEPS = 14
-"""A fault that has not happened in so many steps needs connections that break."""
-CONNECTING_SECONDS = 30.0
-"""Then it has as many steps again, and so long."""
+MOST_STEPS, CONNECTING_SECONDS = 14, 30.0
+"""A fault that has not happened in so many steps needs connections that break; then it has as many again, and so
+long."""
 RECOVERY_SECONDS = 90.0
 """After the faults of a bout a rebalance must have committed within."""
 HANG_SECONDS = 120.0
@@ -51,29 +49,6 @@ LEAST_SAMPLES = 12
 STALE_COPIES = "are of experts as they were"
 TOLERANCE = 1e-10
 """Relative, with copies, in float64."""
-
-
-@dataclass(frozen=True)
-class Life:
-    """What one life of a job is to be.
-
-    Args:
-        settings: a name in `SETTINGS`.
-        bouts: of faults.
-        first: bouts in the lives before.
-        kill: whether a rank is killed in the end.
-        ends: by `time.monotonic`; no bout begins later.
-    """
-
-    number: int
-    seed: int
-    settings: str
-    bouts: int
-    first: int
-    kill: bool
-    ends: float
-
-
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "overlap": {"overlap": True},
     "plain": {},
@@ -82,15 +57,46 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Life:
+    """One life of a job.
+
+    Args:
+        settings: a name in `SETTINGS`.
+        bouts: of faults.
+        ends: by `time.monotonic`; no bout begins later.
+        logs: a folder for each rank's log; empty: nothing is kept.
+    """
+
+    number: int
+    seed: int
+    settings: str
+    bouts: int
+    ends: float
+    logs: str
+
+    @property
+    def chance(self) -> random.Random:
+        return random.Random(f"{self.seed}/{self.number}")
+
+
+def victim_of(life: Life, ranks: int) -> int:
+    """The rank that is killed in the end."""
+    return life.chance.randrange(ranks)
+
+
+def live(rank: int, life: Life) -> dict[str, Any]:
+    """The life of one rank; JSON-able."""
+    if life.logs:
+        Path(life.logs).mkdir(parents=True, exist_ok=True)
+        form = "%(asctime)s %(threadName)s %(levelname)s %(message)s"
+        logging.basicConfig(filename=f"{life.logs}/life-{life.number}-rank-{rank}.log", format=form)
+        logging.getLogger("eplb_runtime").setLevel(logging.DEBUG)
+    return Soak(life).run()
+
+
 class SoakFailed(RuntimeError):
     """Something did not hold; the same on every rank."""
-
-
-def held() -> list[float]:
-    """Threads, descriptors and resident MiB of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    threads, descriptors = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-    return [threads, descriptors, pages * os.sysconf("SC_PAGE_SIZE") / 2**20]
 
 
 class _SoakJob:
@@ -129,137 +135,110 @@ class _SoakJob:
 
 
 class Soak:
-    """One life of a job, on one rank. Collective over the world.
-
-    Args:
-        life: its faults and settings.
-    """
+    """One life of a job, on one rank. Collective over the world."""
 
     def __init__(self, life: Life) -> None:
-        self._life, self._rank = life, dist.get_rank()
+        self._life, self._rank, ranks = life, dist.get_rank(), dist.get_world_size()
         self._exact = not SETTINGS[life.settings].get("replica_slots")
-        work = Workload(layers=3, experts=4 * dist.get_world_size(), hidden=32, width=64, tokens=64)
+        work = Workload(layers=3, experts=4 * ranks, hidden=32, width=64, tokens=64)
         static = BalancerConfig(policy="static", interval=None, guard="off")
         self._twin = _SoakJob(work, static, self._exact)
-        config = BalancerConfig(
-            interval=INTERVAL,
-            gate="always",
-            timeout_seconds=TIMEOUT_SECONDS,
-            guard="raise",
-            migration=MigrationConfig(staging_bytes=1 << 18),
-            **SETTINGS[life.settings],
-        )
-        self._job = _SoakJob(work, config, self._exact)
-        wait_until_compiled(self._job.balancer)
+        moving = {"interval": INTERVAL, "gate": "always", "timeout_seconds": TIMEOUT_SECONDS, "guard": "raise"}
+        moving |= {"migration": MigrationConfig(staging_bytes=1 << 18), **SETTINGS[life.settings]}
+        self._job = _SoakJob(work, BalancerConfig(**moving), self._exact)
         plan_by(self._job.balancer, plan_shuffle)
         self._seen: Counter[type[Event]] = Counter()  # the log keeps the newest events only
         self._job.balancer.events.subscribe(lambda event: self._seen.update([type(event)]))
         self._faults = Faults(self._job.balancer, self._rank, TIMEOUT_SECONDS)
-        self._deck = Deck(random.Random(f"{life.seed}/{life.number}"), dist.get_world_size(), life.first)
+        self._draws = draws(life.chance, ranks, 37 * life.seed + life.bouts * life.number)
+        points = [point for point in Phase if point is not Phase.AWAITED or "overlap" in life.settings]
+        self._last = draw_of(life.chance, KILL, points[life.number % len(points)], victim_of(life, ranks))
         self._held: list[list[float]] = []
-        self._drawn: list[dict[str, Any]] = []
+        self._drawn: list[tuple[str, str, bool]] = []
         self._right: dict[int, dict[str, Tensor]] = {}
-        self._keeps_states = False
-        self._longest = 0.0
 
     def run(self) -> dict[str, Any]:
-        """JSON-able: of this life, as `__main__` adds it up. ``error``: what did not hold."""
-        result: dict[str, Any] = {"error": "", "killed": False}
+        """``counts``; ``drawn``: points, faults, and whether each happened; and the ``digest`` of `_outlive`."""
         try:
-            self._until("a first rebalance", self._has_committed(), RECOVERY_SECONDS)
-            while len(self._drawn) < self._life.bouts and not self._anywhere(time.monotonic() > self._life.ends):
-                self._bout(self._deck.draw())
+            self._until("a first rebalance", self._has_committed())
+            for drawn in self._draws:
+                self._bout(drawn)
                 gc.collect()  # errors keep what they passed through, connections too
                 self._held.append(held())
-            if self._life.kill:
-                points = [p for p in Phase if p is not Phase.AWAITED or "overlap" in self._life.settings]
-                result.update(self._outlive(self._deck.kill(points)))
-            else:
-                self._job.balancer.close()
-                self._twin.balancer.close()
+                if len(self._held) == self._life.bouts or self._anywhere(time.monotonic() > self._life.ends):
+                    break
+            digest = self._outlive()
+            if grew := grown(self._held):
+                raise SoakFailed("; ".join(grew))
         except Exception as error:
-            result["error"] = f"{type(error).__name__}: {error}"
-        faulthandler.cancel_dump_traceback_later()
-        return {**result, **self._result()}
+            error.add_note(f"the last faults: {self._drawn[-2:]}")
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        kinds = {"committed": RebalanceCommitted, "aborted": RebalanceAborted, "resumed": BalancingResumed}
+        counts = {"steps": self._job.steps, **{name: self._seen[kind] for name, kind in kinds.items()}}
+        return {"digest": digest, "drawn": self._drawn, "counts": counts}
 
-    def _bout(self, draws: Sequence[Draw]) -> None:
+    def _bout(self, drawn: Sequence[Draw]) -> None:
         """Faults, what becomes of them, and whether all is as it was."""
-        drawn = [_named(draw) for draw in draws]
-        self._drawn += drawn
-        self._faults.arm(draws)
-        if not self._steps_until(lambda: self._faults.over, 0.0):
-            if any(draw.is_on(self._rank) for draw in draws):
-                self._faults.cut()
-            self._faults.hurry()
-            self._steps_until(lambda: self._faults.over, CONNECTING_SECONDS)
-        reached = [self._anywhere(self._faults.reached(draw)) for draw in draws]
+        self._reach(drawn)
+        left = [self._anywhere(self._faults.waits_for(draw)) for draw in drawn]
+        self._drawn += [(draw.point.value, draw.fault, not one) for draw, one in zip(drawn, left, strict=True)]
         self._faults.arm([])
-        self._until("a rebalance after the faults", self._has_committed(), RECOVERY_SECONDS)
-        differ = [name for name, is_right in self._compared() if not is_right]
+        self._until("a rebalance after the faults", self._has_committed())
+        own, right = self._job.state(), self._twin.state()
+        differ = [name for name in own.keys() | right.keys() if not self._equal(own[name], right[name])]
         if differ:
             raise SoakFailed(f"the state differs from the twin's: {', '.join(differ[:4])}")
-        for one, was_reached in zip(drawn, reached, strict=True):
-            one.update(reached=was_reached, held=True)
 
-    def _outlive(self, draw: Draw) -> dict[str, Any]:
-        """A rank is killed. What the others hold then: whole experts, of one placement."""
-        self._drawn.append(_named(draw))
-        self._keeps_states = True
-        self._right[self._job.steps] = self._twin.state()
-        self._faults.arm([draw])
+    def _reach(self, drawn: Sequence[Draw]) -> None:
+        """Train until all has happened; after some steps by breaking the connections of who has to act."""
+        self._faults.arm(drawn)
+        for seconds in (0.0, CONNECTING_SECONDS):
+            if self._steps_until(lambda: not any(map(self._faults.waits_for, drawn)), seconds):
+                return
+            if any(draw.is_on(self._rank) for draw in drawn):
+                self._faults.groups.hang_up()
+            self._faults.hurry()
+
+    def _outlive(self) -> str:
+        """A rank is killed. What the others hold then: whole experts, of one placement, whose digest this is; empty
+        where a refresh of copies was broken off, and this rank says so and commits no more."""
+        self._right = {self._job.steps: self._twin.state()}
+        self._drawn.append((self._last.point.value, KILL, True))
         try:
-            if not self._steps_until(lambda: False, 0.0) and draw.victim == self._rank:
-                self._faults.cut()
-                self._faults.hurry()
-            self._steps_until(lambda: False, CONNECTING_SECONDS)
-        except MigrationBroken as error:
-            if STALE_COPIES not in str(error):
-                raise
-            return self._with_stale_copies(error)
-        except SoakFailed:
-            raise
-        except RuntimeError as error:
-            faulthandler.cancel_dump_traceback_later()
             try:
+                self._reach([self._last])
+                self._steps_until(lambda: False, CONNECTING_SECONDS)
+            except (MigrationBroken, SoakFailed):
+                raise
+            except RuntimeError:
+                faulthandler.cancel_dump_traceback_later()
                 self._job.balancer.rebalancer.drain()
-            except MigrationBroken as broken:
-                if STALE_COPIES not in str(broken):
-                    raise
-                return self._with_stale_copies(broken)
-            self._drawn[-1].update(reached=True, held=True)
-            # The step that broke off may have broken off behind the optimizer's, where copies are refreshed.
-            wrong = min((self._wrong_rows(right) for right in self._right.values()), key=len)
-            return {
-                "killed": True,
-                "said": str(error)[:200],
-                "digest": self._job.balancer.placement.digest(),
-                "error": f"rows are not whole: {', '.join(wrong[:4])}" if wrong else "",
-            }
-        raise SoakFailed(f"rank {draw.victim} never came to where it was to be killed")
+            else:
+                raise SoakFailed(f"rank {self._last.victim} never came to where it was to be killed")
+        except MigrationBroken as error:
+            if STALE_COPIES in str(error):
+                return ""
+            raise
+        # The step that broke off may have broken off behind the optimizer's, where copies are refreshed.
+        if wrong := min((self._wrong_rows(right) for right in self._right.values()), key=len):
+            raise SoakFailed(f"rows are not whole: {', '.join(wrong[:4])}")
+        return self._job.balancer.placement.digest()
 
-    def _with_stale_copies(self, error: MigrationBroken) -> dict[str, Any]:
-        """A peer died in the midst of a refresh of copies beside training: this rank says so, and commits no more."""
-        self._drawn[-1].update(reached=True, held=True)
-        return {"killed": True, "said": str(error)[:200], "error": ""}
-
-    def _step(self, holds: bool = False) -> bool:
+    def _step(self, holds: bool) -> bool:
         """Both train a step and are compared, on all ranks. Whether it held on all ranks before."""
-        began = time.monotonic()
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         expected = self._twin.step()
-        if self._keeps_states:
+        if self._right:
             self._right = {self._job.steps: self._right[self._job.steps], self._twin.steps: self._twin.state()}
-        loss = self._job.step()
-        placement = self._job.balancer.placement
-        most = torch.tensor([int(not self._equal(loss, expected)), int(not holds)])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        parted = all_equal(bytes.fromhex(placement.digest()), "placement", dist.group.WORLD)
-        self._longest = max(self._longest, time.monotonic() - began)
-        if most[0]:
+        loss, placement = self._job.step(), self._job.balancer.placement
+        differs = self._anywhere(not self._equal(loss, expected))
+        if differs:
             raise SoakFailed(f"step {self._job.steps}: the loss differs from the twin's (here {loss}, {expected})")
-        if parted:
+        if parted := all_equal(bytes.fromhex(placement.digest()), "placement", dist.group.WORLD):
             raise SoakFailed(f"step {self._job.steps}: {parted} (here epoch {placement.epoch})")
-        return not most[1]
+        return not self._anywhere(not holds)
 
     def _steps_until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Whether it came to hold on all ranks within some steps, and within so many seconds."""
@@ -270,11 +249,9 @@ class Soak:
                 return False
         return True
 
-    def _until(self, what: str, holds: Callable[[], bool], seconds: float) -> None:
-        began = time.monotonic()
-        while not self._step(holds()):
-            if self._anywhere(time.monotonic() - began > seconds):
-                raise SoakFailed(f"step {self._job.steps}: {what} did not come within {seconds:g} s")
+    def _until(self, what: str, holds: Callable[[], bool]) -> None:
+        if not self._steps_until(holds, RECOVERY_SECONDS):
+            raise SoakFailed(f"step {self._job.steps}: {what} did not come within {RECOVERY_SECONDS:g} s")
 
     def _has_committed(self) -> Callable[[], bool]:
         """Whether a rebalance has since."""
@@ -290,46 +267,31 @@ class Soak:
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other) if self._exact else torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
-    def _compared(self) -> list[tuple[str, bool]]:
-        """Each tensor, experts in logical order: whether it is the twin's."""
-        own, right = self._job.state(), self._twin.state()
-        if own.keys() != right.keys():
-            return [("names of tensors", False)]
-        return [(name, self._equal(own[name], right[name])) for name in own]
-
     def _wrong_rows(self, right: Mapping[str, Tensor]) -> list[str]:
         """Tensors of which this rank's live rows are others than these whole ones'."""
         balancer, wrong = self._job.balancer, []
         for name, parameter in self._job.model.named_parameters():
             ids = balancer.logical_expert_ids(balancer.layer_of_parameter[name])
-            held = {f"model.{name}": parameter.detach()}
+            rows = {f"model.{name}": parameter.detach()}
             for key, state in self._job.optimizer.state[parameter].items():
                 if torch.is_tensor(state) and state.dim():
-                    held[f"optimizer.{name}.{key}"] = state
-            wrong += [key for key, rows in held.items() if not self._equal(rows, right[key][ids])]
+                    rows[f"optimizer.{name}.{key}"] = state
+            wrong += [key for key, own in rows.items() if not self._equal(own, right[key][ids])]
         return wrong
 
-    def _result(self) -> dict[str, Any]:
-        """Counts, and what grew: a leak is more at the end, at least, than there ever was in the first half."""
-        half, quarter = len(self._held) // 2, len(self._held) // 4
-        grew, most = [], [max((one[at] for one in self._held), default=0.0) for at in range(3)]
-        if len(self._held) >= LEAST_SAMPLES:
-            for at, name in enumerate(("threads", "descriptors", "resident MiB")):
-                before, now = max(one[at] for one in self._held[:half]), min(one[at] for one in self._held[-quarter:])
-                if now > before + (16 + 0.1 * before if at == 2 else 2):  # memory has caches that fill
-                    grew.append(f"{name}: {before} at most, then {now} at least")
-        return {
-            "steps": self._job.steps,
-            "longest_step_seconds": round(self._longest, 1),
-            "grew": grew,
-            "drawn": self._drawn,
-            "committed": self._seen[RebalanceCommitted],
-            "aborted": self._seen[RebalanceAborted],
-            "resumed": self._seen[BalancingResumed],
-            "held": most,
-        }
+
+def held() -> list[float]:
+    """Threads, descriptors and resident MiB of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads, descriptors = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return [threads, descriptors, pages * os.sysconf("SC_PAGE_SIZE") / 2**20]
 
 
-def _named(draw: Draw) -> dict[str, Any]:
-    victim = "all" if draw.victim == ALL_RANKS else draw.victim
-    return {"point": draw.point.value, "fault": draw.fault, "victim": victim, "reached": False, "held": False}
+def grown(samples: list[list[float]]) -> list[str]:
+    """What a process holds more of at the end, at least, than there ever was in the first half."""
+    half, quarter, grew = len(samples) // 2, len(samples) // 4, []
+    for at, name in enumerate(("threads", "descriptors", "resident MiB") if len(samples) >= LEAST_SAMPLES else ()):
+        before, now = max(one[at] for one in samples[:half]), min(one[at] for one in samples[-quarter:])
+        if now > before + (16 + 0.1 * before if at == 2 else 2):  # memory has caches that fill
+            grew.append(f"{name}: {before} at most, then {now} at least")
+    return grew

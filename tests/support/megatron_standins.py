@@ -198,30 +198,25 @@ class GroupedLinear(nn.Module):
 
 class DelayedLinear(GroupedLinear):
     """Leaves its weights' gradients for `backward_dw`, in the order of the backward passes: it calls what Megatron's
-    DistributedDataParallel has registered then, or adds to ``main_grad`` itself with ``gradient_accumulation_fusion``.
-    Autograd gets memory that nobody has written in their place, as from TransformerEngine's."""
+    DistributedDataParallel has registered then."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.left: list[tuple[Tensor, Tensor, list[int]]] = []
         self.hooks: list[Callable[[], None]] = []
-        self.fuses = getattr(self.config, "overlap_dispatch_backward_with_experts_wgrad", False)
         for weight in self.parameters():
-            weight.skip_backward_post_hook = not self.fuses  # type: ignore[attr-defined]
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         self.hooks.append(hook)
 
     def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, None]:
-        return Later.apply(rows, counts, self, *(self.parameters() if self.fuses else ())), None
+        return Later.apply(rows, counts, self), None
 
     def backward_dw(self) -> None:
         rows, gradient, counts = self.left.pop(0)
         for weight, mine, given in zip(self.parameters(), rows.split(counts), gradient.split(counts), strict=True):
-            if self.fuses:
-                weight.main_grad.add_(given.float().T @ mine.float())  # type: ignore[attr-defined]
-            else:
-                weight.grad = given.T @ mine
+            weight.grad = given.T @ mine
         for hook in self.hooks:
             hook()
 
@@ -230,19 +225,16 @@ class Later(torch.autograd.Function):
     """Rows of each expert by its weights, whose gradients are left for later."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], linear: DelayedLinear, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, counts: list[int], linear: DelayedLinear) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.counts, ctx.linear, ctx.weights = counts, linear, weights
+        ctx.counts, ctx.linear = counts, linear
         return GroupedLinear.forward(linear, rows, counts)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ctx.linear.left.append((*ctx.saved_tensors, gradient.clone(), ctx.counts))
         pairs = zip(gradient.split(ctx.counts), ctx.linear.parameters(), strict=True)
-        of_rows = torch.cat([mine @ weight for mine, weight in pairs])
-        for weight in ctx.weights:
-            weight.grad_added_to_main_grad = True
-        return of_rows, None, None, *(torch.full_like(weight, float("nan")) for weight in ctx.weights)
+        return torch.cat([mine @ weight for mine, weight in pairs]), None, None
 
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max

@@ -46,8 +46,7 @@ def combine_in_physical_order() -> None:
 
 
 def nobody_compares_plans() -> None:
-    from eplb_runtime.distributed.ballot import Verdict
-    from eplb_runtime.distributed.consensus import Agreement
+    from eplb_runtime.distributed.consensus import Agreement, Verdict
 
     Agreement.check_equal = lambda self, digest, what, problem="": Verdict(True)
 

@@ -19,8 +19,6 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
     ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
     ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
-    ({"split": "even"}, "give replica_slots=1", {"replica_slots": 1}),
-    ({"split_locality": False}, "give replica_slots=1", {"replica_slots": 1}),
     ({"split_least_tokens": 0}, "give replica_slots=1", {"replica_slots": 1}),
     ({"copies_by": "copy_engine"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"combine_order": "by_rank"}, "choose another dispatch", {"dispatch": "hierarchical"}),
@@ -34,35 +32,32 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]
 """Settings, what the refusal says, and what lets them have an effect."""
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"interval": 0}, "interval=0: give a whole number of at least 1"),
+    ({"lag": 50}, "lag=50 must be less than interval=50"),
+    ({"replica_slots": -1}, "replica_slots=-1"),
+    ({"max_moves": -1}, "max_moves=-1"),
+    ({"max_pause_seconds": -2}, "max_pause_seconds=-2"),
+    ({"moe_share": 1.5}, "moe_share=1.5"),
+    ({"policy": "best"}, "policy='best' is unknown; choose one of: incremental, static"),
     ({"interval": "50"}, "interval='50': give a whole number"),
-    ({"interval": 50.0}, "interval=50.0: give a whole number"),
     ({"interval": True}, "interval=True: give a whole number"),
     ({"overlap": 1}, "overlap=1: give True or False"),
     ({"copies_by": "deepep"}, "copies_by='deepep' is gone: leave copies_by out, or choose 'copy_engine'"),
     ({"transport": "shm"}, "transport='shm' is gone; gloo does it: leave transport out"),
     ({"kernels": "yes"}, "kernels='yes': give True or False"),
     ({"timeout_seconds": "30"}, "timeout_seconds='30': give a number of seconds above 0"),
-    ({"timeout_seconds": 1e12}, "timeout_seconds=1000000000000.0: give a number of seconds above 0"),
-    ({"window": 2**70}, "give at most"),
+    ({"window": 2**70}, "below 2**60"),
     ({"timeout_seconds": float("nan")}, "give a number of seconds above 0"),
-    ({"timeout_seconds": float("inf")}, "give a number of seconds above 0"),
-    ({"max_pause_seconds": True}, "give a number of seconds above 0"),
     ({"moe_share": "half"}, "moe_share='half': give a share"),
     ({"policy": 3}, "policy=3 is unknown"),
-    ({"gate": ["payoff"]}, "gate=['payoff'] is unknown"),
     ({"transport": np.zeros((40, 40))}, "is unknown; choose one of: torch"),
     ({"rank_speed": "1,1"}, "rank_speed='1,1': give numbers above 0"),
-    ({"rank_speed": [1, "2"]}, "give numbers above 0"),
     ({"rank_speed": []}, "give numbers above 0"),
-    ({"rank_speed": [10**400, 1]}, "give numbers above 0"),
-    ({"staging_bytes": 10**400}, "give at most"),
-    ({"low_latency_tokens": -(10**400)}, "low_latency_tokens=-1000000"),
     ({"timeout_seconds": 10**400}, "give a number of seconds above 0"),
     ({"listen": 80.5}, "listen=80.5: give a port"),
     ({"run": 5}, "run=5: give a folder"),
     ({"listen": 0, "listen_token": 12345678}, "listen_token must be"),
     ({"dispatch": 3}, "dispatch=3 is unknown; choose one of: all_to_all"),
-    ({"dispatch": "pigeon"}, "dispatch='pigeon' is unknown"),
     ({"migration": 3}, "migration=3: give MigrationConfig(...)"),
 ]
 
@@ -109,7 +104,7 @@ def test_configs_are_copied_saved_and_read_again() -> None:
         replica_slots=1,
         overlap=True,
         rank_speed=(1.0, 0.5),
-        dispatch=DispatchConfig("deepep", combine_order="by_rank", sms=24, split="even"),
+        dispatch=DispatchConfig("deepep", combine_order="by_rank", sms=24, split_least_tokens=8),
         migration=MigrationConfig(transport="auto", bytes_per_step=1000),
     )
     again = replace(replace(config, interval=7), interval=50)
@@ -120,8 +115,7 @@ def test_configs_are_copied_saved_and_read_again() -> None:
 OTHERS: dict[str, Any] = {
     "interval": 7,
     "window": 3,
-    "split": "even",
-    "split_locality": False,
+    "split_least_tokens": 8,
     "transport": "nixl",
     "lag": 0,
     "dispatch": "hierarchical",
@@ -139,8 +133,8 @@ def test_ranks_that_differ_in_a_setting_describe_themselves_differently(name: st
 
 def test_without_an_interval_the_window_counts_decisions_and_the_horizon_is_the_last_gap() -> None:
     alone, steady = BalancerConfig(interval=None), BalancerConfig(interval=64)
-    assert (alone.window_steps, alone.horizon, alone.window_rows(0)) == (None, None, 4)
-    assert (steady.window_steps, steady.horizon, steady.window_rows(2)) == (256, 640, 128)
+    assert (alone.horizon, alone.window_rows(0)) == (None, 4)
+    assert (steady.horizon, steady.window_rows(2)) == (640, 128)
     alone = BalancerConfig(interval=None, window=7, migration=MigrationConfig(horizon_steps=30))
     assert (alone.window_rows(0), alone.horizon) == (7, 30)
     assert alone.described()["interval"] == "None"

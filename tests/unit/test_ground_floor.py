@@ -8,35 +8,10 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from flat_settings import config_from_settings
 
 import eplb_runtime
 from eplb_runtime import Topology, events
-from eplb_runtime.config import ConfigError
 from eplb_runtime.events import EventLog, RebalanceAborted, RebalanceCommitted
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "said"),
-    [
-        ("interval", 0, "interval=0: give at least 1"),
-        ("lag", 50, "lag=50 must be less than interval=50"),
-        ("replica_slots", -1, "replica_slots=-1"),
-        ("max_moves", -1, "max_moves=-1"),
-        ("timeout_seconds", 0, "timeout_seconds=0: give a number of seconds above 0"),
-        ("max_pause_seconds", -2, "max_pause_seconds=-2"),
-        ("moe_share", 1.5, "moe_share=1.5"),
-        ("policy", "best", "policy='best' is unknown; choose one of: incremental, static"),
-        ("gate", "never", "gate='never' is unknown"),
-        ("split", "random", "split='random' is unknown"),
-        ("transport", "pigeon", "transport='pigeon' is unknown"),
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_with_one_line(setting: str, value: object, said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        config_from_settings({setting: value})
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_topology_knows_nodes_and_links() -> None:
@@ -79,7 +54,7 @@ def test_a_listener_that_raises_hurts_neither_the_job_nor_the_others(caplog: pyt
 def test_a_listener_that_never_returns_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(events, "CLOSING_SECONDS", 0.5)
+    monkeypatch.setattr(events, "CLOSING_SECONDS", 2.0)
     log, heard = EventLog(), []
     log.subscribe(lambda event: threading.Event().wait())
     for step in range(events.MOST_WAITING + 3):
@@ -116,18 +91,6 @@ def test_the_log_keeps_the_last_events_by_type() -> None:
         ("2", [[0, 2, 1, 3]], 4),
         ("", [[0, 1]], 2),
         (None, [[0, 1]], 2),
-    ],
-    ids=[
-        "two hosts",
-        "every other rank",
-        "one rank a host",
-        "half a host",
-        "a host each",
-        "the second group lies across two hosts",
-        "hosts of three do not divide four",
-        "out of order",
-        "an empty variable",
-        "no launcher",
     ],
 )
 def test_ranks_per_node(local_world_size: str | None, ep_groups: Sequence[Sequence[int]], ranks_per_node: int) -> None:

@@ -49,17 +49,6 @@ def refusal(make: Callable[[], object]) -> str:
         ({(0, 2): 0}, {}, ["layer 0", "rank 0", "expert 0", "twice"]),
         ({(1, 5): 2}, {}, ["layer 1", "rank 1", "expert 2", "twice"]),
     ],
-    ids=[
-        "an expert that the model has not",
-        "an id below empty",
-        "an expert that stands nowhere",
-        "a home slot that holds another expert",
-        "a home in a replica slot",
-        "a home slot past the end",
-        "a home slot that is none",
-        "a replica beside its home",
-        "a replica on the rank of its home, second layer",
-    ],
 )
 def test_a_broken_rule_is_named_with_layer_rank_and_expert(
     changes: dict[tuple[int, int], int], home_changes: dict[tuple[int, int], int], names: list[str]
@@ -73,22 +62,16 @@ def test_a_broken_rule_is_named_with_layer_rank_and_expert(
     assert all(name in said for name in names), said
 
 
-def test_the_free_layout_has_no_empty_slots() -> None:
-    said = refusal(lambda: Placement([[0, 1, 2, EMPTY]], 3, 2))
-    assert "layer 0, rank 1: slot 3 holds expert -1" in said
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
+        (lambda: Placement([[0, 1, 2, EMPTY]], 3, 2), "layer 0, rank 1: slot 3 holds expert -1"),
         (lambda: Placement([0, 1], 2, 2), r"shape (2,)"),
         (lambda: Placement([[]], 2, 2), "not empty"),
         (lambda: Placement([[0, 1]], 0, 2), "both must be positive"),
-        (lambda: Placement([[0, 1]], 2, 0), "both must be positive"),
         (lambda: Placement([[0, 1, 2]], 3, 2), "3 slots cannot be spread evenly over 2 ranks"),
         (lambda: Placement([[0, 1], [0]], 2, 2), "ragged"),
         (lambda: Placement([[0.0, 1.0]], 2, 2), "must hold integers"),
-        (lambda: Placement([[True, False]], 2, 2), "must hold integers"),
         (lambda: Placement([[0, 2**31]], 2, 2), "is no id"),
         (lambda: Placement([[0, 1, 2, 0]], 3, 2, [[0, 1, 2]]), "2 ranks do not divide 3 experts"),
         (lambda: Placement([[0, 1]], 4, 2, [[0, 1, 2, 3]]), "4 experts do not fit in 2 slots"),
@@ -138,23 +121,6 @@ def test_logical_to_physical_lists_each_slot_once_home_first_then_ascending(plac
             assert table[layer, expert].tolist() == slots + padding
             assert placement.copy_count[layer, expert] == len(slots)
     assert table.shape[2] == placement.copy_count.max()
-
-
-@given(home_placements())
-def test_the_home_rank_is_the_rank_of_the_home_slot(placement: Placement) -> None:
-    layer = placement.num_layers - 1
-    for expert in range(placement.num_experts):
-        rank = placement.home_rank[layer, expert]
-        held = placement.physical_to_logical[layer].reshape(placement.num_ranks, -1)[rank]
-        assert expert in held[: placement.homes_per_rank]
-
-
-@given(home_placements())
-def test_without_replicas_only_the_homes_are_left(placement: Placement) -> None:
-    bare = placement.without_replicas()
-    assert (bare.copy_count == 1).all()
-    assert np.array_equal(bare.home, placement.home)
-    assert bare.epoch == placement.epoch
 
 
 def test_a_free_placement_has_no_homes() -> None:
@@ -242,23 +208,14 @@ def test_what_is_saved_is_what_is_loaded(placement: Placement) -> None:
         ({"format": "something else"}, "not a placement file"),
         ({"version": 2}, "version 2 of the placement format; this release reads 1"),
         ({"layers": 3}, "the file says 3 layers and 3 slots per rank, its map has 2 and 3"),
-        ({"slots_per_rank": 2}, "the file says 2 layers and 2 slots per rank"),
         ({"experts": 5}, "expert 4 is in no slot"),
         ({"experts": 7}, "7 experts do not fit in 6 slots"),
         ({"ranks": 4}, "6 slots cannot be spread evenly over 4 ranks"),
-        ({"ranks": 0}, "must be positive"),
         ({"experts": 4.5}, "wrong type"),
-        ({"experts": 10**12, "home": None}, "do not fit in 6 slots"),
         ({"experts": float("inf")}, "wrong type"),
-        ({"ranks": float("nan")}, "wrong type"),
-        ({"epoch": None}, "wrong type"),
         ({"epoch": True}, "wrong type"),
-        ({"layers": "two"}, "wrong type"),
-        ({"version": {}}, "wrong type"),
         ({"physical_to_logical": None}, "must hold integers"),
         ({"physical_to_logical": [[0, 1, -1, 2, 3, -1], [0]]}, "ragged"),
-        ({"physical_to_logical": [["a"]]}, "must hold integers"),
-        ({"physical_to_logical": [[10**30]]}, "must hold integers"),
         ({"home": 3}, "home must hold integers"),
         ({"home": [[0, 1, 3, 5]] * 2}, "layer 0, rank 1: slot 5 is said to be the home of expert 3"),
     ],
@@ -283,7 +240,6 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"null", b"[]", b"{", b"\0" * 40, bytes(range(256)), b"[" * 100_000, b"\xff\xfe"],
-    ids=["empty", "null", "list", "cut", "zeros", "binary", "nested", "utf16"],
 )
 def test_a_file_that_is_something_else_is_one_line_that_names_it(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "broken.json"
@@ -300,26 +256,3 @@ def test_a_file_that_breaks_off_is_never_a_placement(data: st.DataObject) -> Non
         whole = file.read_bytes()
         file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
         assert refusal(lambda: Placement.load(file)).startswith(f"{file}: ")
-
-
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    missing = tmp_path / "none.json"
-    assert refusal(lambda: Placement.load(missing)) == f"{missing}: cannot be read: No such file or directory"
-    folder = tmp_path / "folder.json"
-    folder.mkdir()
-    assert refusal(lambda: Placement.load(folder)) == f"{folder}: cannot be read: Is a directory"
-
-
-def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "placement.json"
-    STANDING.save(file)
-    before = file.read_bytes()
-
-    def break_off(descriptor: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.fsync", break_off)
-    with pytest.raises(OSError, match="disk full"):
-        STANDING.with_epoch(1).save(file)
-    assert file.read_bytes() == before
-    assert Placement.load(file) == STANDING

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
 from mutants import MUTANTS
 
 TESTS = Path(__file__).parents[1]
@@ -23,6 +24,14 @@ def test_tests_that_mutants_name_are_there() -> None:
     for fault, (named, _) in MUTANTS.items():
         file, _, test = named.partition("::")
         assert f"def {test.partition('[')[0]}" in sources()[file.removesuffix(".py")].read_text(), fault
+
+
+@pytest.mark.parametrize("folder", ["gpu", "benchmarks", "soak"])
+def test_what_runs_by_hand_alone_takes_from_the_package_what_it_has(folder: str) -> None:
+    for path in (TESTS / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eplb_runtime"):
+                exec(ast.unparse(node), {})
 
 
 @cache

@@ -137,7 +137,7 @@ def squares_of_slots(
     for gradient, (first, end) in (pair for one in layers for pair in one.kept_at(place)):
         if gradient is not None and gradient.numel() not in (0, end - first):
             raise RuntimeError(
-                f"a gradient has {gradient.numel()} elements, and {end - first} of its expert are stepped here"
+                f"a gradient has {gradient.numel()} elements, and {end - first} of its expert are stepped on this rank"
             )
         flats.append(
             gradient.reshape(-1) if gradient is not None and gradient.numel() else torch.zeros(1, device=device)

@@ -229,16 +229,6 @@ def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
     return [hook for hooks in both for hook in (hooks or {}).values() if not _is_known(hook)]
 
 
-def why_rows_stay(parameters: Mapping[str, Tensor]) -> str:
-    """Name foreign gradient hooks on experts, which may go by row: that is not known. Empty: there are none."""
-    name = next((name for name, parameter in parameters.items() if foreign_hooks(parameter)), "")
-    return name and (
-        f"{name} has gradient hooks, and one that goes by row would act on other experts once these have moved: "
-        "experts stay where they are while it is there; remove it, and change the gradients of an expert after "
-        "balancer.reduce_gradients(), by a mask that moves with it (balancer.register)"
-    )
-
-
 def _is_known(hook: Callable[..., Any]) -> bool:
     while isinstance(hook, partial):
         hook = hook.func

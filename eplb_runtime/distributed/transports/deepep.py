@@ -23,7 +23,7 @@ from torch import Tensor
 from ...config import ConfigError
 from ...utils.errors import one_line
 from ..consensus import gather_bytes
-from ..node import node_of_this_rank
+from ..node_memory import node_of_this_rank
 from . import deepep_package
 from .base import Message, Pending, PendingGroup, Transport, TransportError
 from .progress import SideStream, to_others, try_out, wait_until

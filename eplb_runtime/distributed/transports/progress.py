@@ -55,7 +55,7 @@ class PendingMessages(Pending):
         if not self.finished.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(self, "messages were not through in time")
         if not self.finished.is_set():
-            raise TransportError("messages were given up, and nothing more is known of them")
+            raise TransportError("messages were abandoned, and their state is unknown")
         self._raise_if_failed()
 
     def abort(self) -> None:
@@ -135,6 +135,6 @@ def synchronize(device: torch.device, deadline: float) -> None:
         try:
             worker.do(lambda: torch.cuda.synchronize(device), max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
-            raise TransportError("what the device has to do was not done in time") from error
+            raise TransportError("the device's work did not end in time") from error
         finally:
             worker.close(0.0)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from ...checkpoint.stream import Exporter
 from ...checkpoint.weights import weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
+from ...distributed.node_memory import NodeMemory, why_not
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.step_tag import ForwardTag
@@ -42,6 +44,8 @@ from ...load.series import RecordedJob
 from ...moe.dispatch import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
+from ...moe.experts.aligned import Aligned
+from ...moe.experts.compute import LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
@@ -52,15 +56,16 @@ from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.compute import ReplicaGather
+from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
+from ...replicas.copy_engine import CopyEngine
 from ...replicas.plan import RowTransport
+from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.errors import one_line
-from .checks import check, raise_on_all, rollback, wait_for_ranks, why_not_single
+from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
-from .replicas import local_experts, transport_of_copies
 from .self_test import LayerTest, problems_of
 from .sharding import (
     Before,
@@ -224,10 +229,11 @@ def check_all(joined: Connected, links: ExitStack) -> Checked:
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement, tests = check(joined.stages, joined.optimizers, config, groups, device)
-    dispatch = choose_together(config, groups.dispatch, topology, device, seconds)
+    placement = check(joined.stages, joined.optimizers, config, groups, device)
+    tests = try_together([layer for _, _, layer in joined.layers], config, groups)
+    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
     raise_on_all(dispatch.problem, groups)
-    copies = transport_of_copies(config, groups, topology, device)
+    copies = _transport_of_copies(config, groups, topology, device)
     return Checked(
         **vars(joined),
         topology=topology,
@@ -317,7 +323,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
             shared: dict[str, Any] = {"counter": counter, "table": maps.table, "forward_tag": forward_tag}
             layers.append(HostDispatchedLayer(index, layer.experts, **shared, expert_clock=clock))
         else:
-            here = local_experts(index, layer, job, divisors, maps.replicas, shards.banks.get(index), gather)
+            here = _local_experts(index, layer, job, divisors, maps.replicas, shards.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
@@ -359,8 +365,7 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
         return Maps(table, None, None)
     place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
     replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
-    split = config.dispatch
-    settings = SplitSettings(nodes, split.split, split.split_locality, split.split_least_tokens, config.speed_R)
+    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
         rows = [local(p)[0].nbytes // job.row_division for bank in shards.banks.values() for p in bank.parameters]
@@ -435,7 +440,7 @@ def _record(made: Checked, balancer: Balancer) -> None:
 
         balancer.rebalancer.decisions.record_with(write)
         balancer.close_with(recorder.close)
-    progress = lambda: balancer.rebalancer.progress  # noqa: E731
+    progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
     balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
@@ -507,3 +512,71 @@ def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
 
 def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
+
+
+def _transport_of_copies(
+    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
+) -> RowTransport:
+    """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
+    rows = groups.replicas if config.replica_slots else groups.rows
+    transport: RowTransport = PointToPoint(rows, groups.job.row_ranks)
+    if config.copies_by == "torch":
+        return transport
+    # What can be seen before ranks meet.
+    alone = topology.ranks_per_node == 1
+    raise_on_all(_refused("each rank has a node of its own" if alone else why_not(device)), groups)
+    problem = ""
+    try:
+        transport = _copy_engine(groups, topology, device, transport)
+    except (RuntimeError, AssertionError) as error:
+        problem = one_line(error)
+    raise_on_all(_refused(problem), groups)
+    return transport
+
+
+def _refused(why: str) -> str:
+    return f"copies_by='copy_engine': {why}" if why else ""
+
+
+def _copy_engine(
+    groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: RowTransport
+) -> RowTransport:
+    node = groups.of_nodes(topology.ranks_per_node)
+    # As long as any wait for a lost rank.
+    host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
+    memory = NodeMemory(node, device, host_seconds)
+    memory.connect(time.monotonic() + groups.setup_seconds)
+    size = topology.ranks_per_node * groups.job.row_division
+    return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
+
+
+def _local_experts(
+    index: int,
+    layer: MoELayer,
+    job: Job,
+    divisors: Divisors,
+    replicas: ReplicaSync | None,
+    bank: ReplicaBank | None,
+    gather: ReplicaGather,
+) -> LocalExperts:
+    """Return the slots of one layer, as dispatch calls them."""
+    assert layer.compute is not None
+    compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
+    leaves = _live_parameters(layer)
+    sliced = any(is_sliced(parameter) for parameter in leaves)
+    # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
+    of_slices = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
+    divisor = of_slices if sliced else divisors.in_layers
+    if replicas is None and layer.live_weights is not None:
+        return LocalExperts(compute, layer.live_weights, divisor=1.0 if sliced else divisor)
+    if replicas is None:
+        return LocalExperts(compute, partial(_live_parameters, layer), divisor)
+    assert bank is not None
+    if bank.is_sliced:
+        live_weights = layer.live_weights or partial(_live_parameters, layer)
+        return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
+
+
+def _live_parameters(layer: MoELayer) -> list[Tensor]:
+    return [layer.parameter(name) for name in layer.parameters]

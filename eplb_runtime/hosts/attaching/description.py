@@ -114,12 +114,8 @@ class HostOptimizer(Protocol):
     def inside(self) -> Sequence[torch.optim.Optimizer]:
         """Those that step experts."""
 
-    @property
-    def varies_in_device(self) -> bool:
-        """As of `moe.experts.optimizer_state.StateOwner`."""
-
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """Likewise."""
+        """As of `moe.experts.optimizer_state.StateOwner`."""
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
         """Likewise."""

@@ -91,14 +91,6 @@ class Optimizers(LoopHooks):
                 f"{twice[0]} is in several optimizers: give each parameter to one, and let go the one that this "
                 "replaces: balancer.adopt(optimizer, instead_of=old)"
             )
-        if instead_of is not None:
-            lost = {id(p) for group in instead_of.param_groups for p in group["params"] if p.requires_grad}
-            left = [name for key, name in self._experts.items() if key in lost and not held[key]]
-            if left:
-                raise AttachError(
-                    f"{left[0]} is in the optimizer that goes and not in the one that comes: make that from all that "
-                    "is to be trained, or freeze this first (requires_grad_(False))"
-                )
         try:
             each, known = self._balancer.runtime.registry.has_slots, self._balancer.config.elementwise
             check_elementwise(optimizer, self._experts, each=each, known=known)

@@ -22,7 +22,7 @@ from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
 from ...placement import Placement
 from ...utils.errors import one_line
-from .checks import check, rollback
+from .checks import check, rollback, try_together
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .self_test import problems_of
 from .trial import layout_of
@@ -44,8 +44,8 @@ def shard_stage(
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
     with rollback(groups) as undo:
-        placement, tests = check([stage], [], config, groups, device)
-        for problem in problems_of(host.layers, tests):
+        placement = check([stage], [], config, groups, device)
+        for problem in problems_of(host.layers, try_together(host.layers, config, groups)):
             logger.warning("%s", problem)
         undo.callback(Before([stage.model], []).restore)
         rows_LH = rows_of_rank(placement, groups.job.ep_rank)
@@ -128,16 +128,12 @@ def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Mo
     """Give meta buffers memory; the model's own code, or MetaError, fills those that checkpoints leave out."""
     for module in model.modules():
         missing = [name for name, _ in _meta_buffers(module) if name in module._non_persistent_buffers_set]
-        filled = []
-        for value in (0, 1):
-            for name in missing:
-                module._buffers[name] = torch.full_like(module._buffers[name], value, device=device)  # type: ignore[arg-type]
-            if missing:
-                remake(module)
-            filled.append([module._buffers[name].clone() for name in missing])  # type: ignore[union-attr]
-        for name, first, second in zip(missing, *filled, strict=True):
-            # Whatever its code leaves as it was, is different after two different starts.
-            if not torch.equal(first, second):
+        for name in missing:
+            module._buffers[name] = blank(module._buffers[name].shape, module._buffers[name].dtype, device)  # type: ignore[union-attr]
+        if missing:
+            remake(module)
+        for name in missing:
+            if module._buffers[name].isnan().any():  # type: ignore[union-attr]
                 raise MetaError(
                     f"buffer {name} of {type(module).__name__} is in no checkpoint and the model's code does not make "
                     "it again: build the model with its buffers off the meta device"

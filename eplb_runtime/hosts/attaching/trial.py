@@ -64,9 +64,6 @@ _SHARES = (
 )
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
 _BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
-_BY_GRAD = (
-    "what the loop does with gradients of torch.autograd.grad ahead of their average is not seen: call backward()"
-)
 _UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
@@ -87,9 +84,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
     replica slots, so it goes, too."""
     if not config.replica_slots:
         return config
-    usual = DispatchConfig()
-    names = ("split", "split_locality", "split_least_tokens")
-    dispatch = replace(config.dispatch, **{name: getattr(usual, name) for name in names})
+    dispatch = replace(config.dispatch, split_least_tokens=DispatchConfig.split_least_tokens)
     return replace(
         config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=BalancerConfig.copies_by
     )
@@ -98,7 +93,7 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
 def begin_record(trial: Trial) -> None:
     """Raise AttachError where a training of the same command is on record already."""
     if (Path(trial.folder) / "meta.json").exists():
-        raise AttachError("verify compares one training, and this command starts another: give it the first alone")
+        raise AttachError("verify compares one training run, and this command starts a second: give it the first alone")
 
 
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:
@@ -152,7 +147,6 @@ class TrialRun(LoopHooks):
         self._steppers: list[Optimizer] = []
         self._calls = 0
         self._spoiled: set[tuple[int, ...]] | None = None
-        self._averaged, self._not_averaged = list[Tensor](), list[Tensor]()
         self._steady: set[str] = set()
         self._unchanged: set[tuple[int, ...]] = set()
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
@@ -209,22 +203,11 @@ class TrialRun(LoopHooks):
         """Add to the random sums of what backward passes here give a parameter outside the experts, or all experts."""
         self._arrived[name] = self._arrived.get(name, 0) + _sketched(TrialEntry("", "gradient", -1, gradient))[1][1:]
 
-    def _average_early(self, parameters: Sequence[Tensor] = (), gradients: Sequence[Tensor | None] = ()) -> None:
-        """Average gradients that a backward pass has left here, or these in place."""
-        if not (parameters or self._arrived):
-            return  # it was none of this model's
-        self._arrived.clear()
-        trained = {number for number, parameter in self._ours.items() if parameter.requires_grad}
-        if parameters and trained.difference(map(id, parameters)):
-            self._not_averaged += [one for one in gradients if one is not None]
-            return  # of a few layers: a weight of a loss, as a rule, by each rank's own gradients
-        self._averaged += [one for one in gradients if one is not None]
-        held = [parameter.grad for parameter in parameters]
-        for one, own in zip(parameters, gradients, strict=True):
-            one.grad = own
-        self._balancer.reduce_gradients()
-        for one, before in zip(parameters, held, strict=True):
-            one.grad = before
+    def _average_early(self) -> None:
+        """Average gradients that a backward pass has left here."""
+        if self._arrived:  # else it was none of this model's
+            self._arrived.clear()
+            self._balancer.reduce_gradients()
 
     def _before_forward(self, *_: object) -> None:
         """See the precision, and, ahead of the last step, buffers; in a second run with fixed homes change what may
@@ -282,11 +265,6 @@ class TrialRun(LoopHooks):
                 self._rows[found.name, found.expert] = (found, *_sketched(found))
         for entry in self._entries_of_gradients():
             self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
-        stepped = {one.tensor.data_ptr() for one in self._entries_of_gradients()}
-        of_grad, averaged = ({one.data_ptr() for one in given} for given in (self._not_averaged, self._averaged))
-        if stepped & of_grad or (averaged and not stepped & averaged):
-            self._meta["doubts"].append(_BY_GRAD)
-        self._averaged, self._not_averaged = [], []
         largest = [float(e.tensor.abs().max()) for e in self._entries_of_gradients() if e.tensor.numel()]
         self._largest = float(gather_rows(torch.tensor([max(largest, default=0.0)]), self._group).max())
         if self._weighed and self._trial.layout == "fixed":
@@ -313,7 +291,7 @@ class TrialRun(LoopHooks):
 
     def _move_at_once(self) -> bool:
         """Move experts as a decision of the job's own `Balancer.rebalance` may."""
-        self._balancer.rebalancer.place(self._next_placement(self._runtime.counter.counts.cpu()), at_once=True)
+        self._balancer.rebalancer.move_to(self._next_placement(self._runtime.counter.counts.cpu()))
         return True
 
     def _spoil_replaced(self) -> None:

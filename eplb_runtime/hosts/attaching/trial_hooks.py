@@ -28,7 +28,7 @@ def descendants(process: int | str = "self") -> list[int]:
 
 def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
-    pass, or with what `torch.autograd.grad` gives. Returns one that ends all."""
+    pass. Returns one that ends all."""
     inner: Any = torch.autograd._engine_run_backward
 
     def run(outputs: Any, grad_outputs: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,11 +36,8 @@ def listen(losses: list[Tensor], before_forward: Callable[..., None], after: Cal
         if kwargs.get("accumulate_grad"):
             losses.extend(root.detach() for root in outputs if isinstance(root, Tensor) and root.numel() == 1)
             after()
-        elif not any(one is not None and one.grad_fn for one in found):
-            after(inputs, found)
         return found
 
-    # Both functions call it, by whatever name a loop has them.
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
 

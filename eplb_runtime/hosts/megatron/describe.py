@@ -21,7 +21,6 @@ from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
 from ..refusals import STAND_IN, sums_of_gradients, sums_of_results
-from .graphs import check_not_captured
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .settings import STAND_INS, JobSettings, refusals, settings_of
@@ -38,7 +37,6 @@ def describe(model: nn.Module) -> HostModel:
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         _check_layer(name, module)
-        check_not_captured(model, module)
     layers = tuple(_describe_layer(name, module) for name, module in found)
     wrapped = _is_wrapped(model, layers)
     if layers and wrapped and not hasattr(model, "ddp_config"):
@@ -61,6 +59,11 @@ def describe(model: nn.Module) -> HostModel:
 
 def watched(model: nn.Module) -> WatchedModel:
     """The MoE layers of ``model``, also of one that could not be balanced."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
+    for _, module in found:
+        graphs = settings_of(vars(module.config))
+        if graphs.cuda_graph_impl != "none" and "moe_preprocess" in graphs.cuda_graph_modules.split(","):
+            raise AttachError("a replay of moe_preprocess shows no choices: record without it in cuda_graph_modules")
     return WatchedModel(
         tuple(
             WatchedLayer(
@@ -71,8 +74,7 @@ def watched(model: nn.Module) -> WatchedModel:
                 module.num_local_experts,
                 partial(mark_work, module),
             )
-            for name, module in model.named_modules()
-            if isinstance(module, MegatronLayer)
+            for name, module in found
         ),
         takes_replicas=False,
     )
@@ -155,31 +157,11 @@ def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     found = [str(refusal) for refusal in refusals(settings)]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
-    found += [why for name, module in layers if (why := why_not_delayed(name, module))][:1]
     if not found and dist.get_rank() == 0:
         for name, is_used in STAND_INS.items():
             if is_used(settings):
                 logger.warning(STAND_IN, name, getattr(settings, name))
     return found
-
-
-def why_not_delayed(name: str, module: Any) -> str:
-    """Return why gradients of a layer's experts would not come as they are expected, or "". TransformerEngine's grouped
-    layers add each expert's gradients, micro-batch by micro-batch, to ``main_grad`` when Megatron calls `backward_dw`,
-    before the layer's backward pass ends: nothing of that follows the placement."""
-    setting = "overlap_dispatch_backward_with_experts_wgrad"
-    if not getattr(module.config, setting, False):
-        return ""
-    if getattr(module.experts, "_with_fused_impl", False):
-        return f"{setting}=True with use_transformer_engine_op_fuser=True has not been run; set one of them to False"
-    for own in ("linear_fc1", "linear_fc2"):
-        linear: Any = getattr(module.experts, own, None)
-        if not hasattr(linear, "backward_dw"):
-            which = f"{name}.experts.{own} ({type(linear).__name__})"
-            return f"{which} has no backward_dw: when it computes gradients is not known; set {setting}=False"
-        if not all(hasattr(weight, "main_grad") for weight in linear.parameters() if weight.requires_grad):
-            return f"{setting}=True without Megatron's DistributedDataParallel around the model; set it to False"
-    return ""
 
 
 def why_not_followed(name: str, module: Any) -> str:

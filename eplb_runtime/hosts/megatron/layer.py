@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor, nn
 
 from ...load.clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
-from .graphs import GraphedChoices, GraphedColumns, goes_on_after_graph, is_captured
-from .order import RowsInLogicalOrder
 from .saved_state import save_by_logical_expert
 from .settings import reorders, sums_in_order
 
@@ -33,7 +32,7 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
     """Let a layer route by where experts are, and save by which they are."""
     in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
-    graphed, caches = GraphedColumns(columns), WeightCaches(module.experts, columns)
+    caches = WeightCaches(module.experts, columns)
     num_experts = module.config.num_moe_experts
     weight = next(module.experts.parameters())
     was_wrapped = hasattr(weight, "main_grad")
@@ -50,11 +49,6 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
         return own_route(hidden_states, padding_mask, *more, **named)
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        if goes_on_after_graph(module):
-            rows, permuted = own_preprocess(hidden_states, probs, routing_map)
-            graphed.begin(rows)
-            caches.follow()
-            return rows, permuted
         if routing_map.dtype is not torch.bool or routing_map.shape[-1] != num_experts or probs.ndim != 2:
             raise RuntimeError(
                 f"the router gives a map {list(routing_map.shape)} of {routing_map.dtype} and weights "
@@ -62,8 +56,6 @@ def install(module: Any, columns: HostDispatchedLayer) -> None:
             )
         mask, padding[0] = padding[0], None
         real_T = None if mask is None else ~mask.reshape(-1)
-        if is_captured(module):
-            return own_preprocess(hidden_states, *reversed(graphed.capture(routing_map, probs, real_T)))
         if in_order is not None:
             columns.begin(hidden_states, routing_map, real_T)
             caches.follow()
@@ -109,12 +101,7 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
     def preprocess(hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
         running.clear()
-        if clock.on and module.training and goes_on_after_graph(module):
-            rows, permuted = own_preprocess(hidden_states, probs, routing_map)
-            rows, call = call_begins(clock, rows)
-            running.append((call, rows))
-            return rows, permuted
-        if clock.on and module.training and not is_captured(module):
+        if clock.on and module.training:
             hidden_states, call = call_begins(clock, hidden_states)
             running.append((call, hidden_states))
         return own_preprocess(hidden_states, probs, routing_map)
@@ -132,19 +119,77 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
 def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
     """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
-    own_route, graphed = module.route, GraphedChoices()
+    own_route = module.route
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None, *more: Any, **named: Any) -> Any:
         probs, chosen = own_route(hidden_states, padding_mask, *more, **named)
-        if goes_on_after_graph(module):
-            see(graphed.choices(), hidden_states.shape[-1], module.config.moe_router_topk)
-            return probs, chosen
-        chosen_TE = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
-        if is_captured(module):
-            graphed.capture(chosen_TE)
-            return probs, chosen
-        see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
+        if not is_graph_capturing():  # that is of no step
+            chosen_TE = chosen if padding_mask is None else chosen & ~padding_mask.reshape(-1, 1)
+            see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
         return probs, chosen
 
     module.route = route
     return lambda: delattr(module, "route")
+
+
+class RowsInLogicalOrder:
+    """One layer's rows of the all-to-all dispatcher: by logical expert where a token's results are added up, by slot
+    where they travel.
+
+    Megatron permutes, and later adds, in the order of the columns that it is given. So it gets them by logical expert,
+    with ``moe_permute_fusion`` or without, and whole chunks, one for each expert, change places between that and its
+    all-to-all.
+    """
+
+    def __init__(self, dispatcher: Any, columns: HostDispatchedLayer) -> None:
+        self._columns = columns
+        self._counts_E: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+        own_preprocess = dispatcher.preprocess
+
+        def preprocess(logical_TE: Tensor) -> Any:
+            """How many rows go where; padded already, if they are padded."""
+            self._counts_E = logical_TE.sum(dim=0)
+            return own_preprocess(logical_TE.index_select(1, columns.logical_of_slots))
+
+        dispatcher.preprocess = preprocess
+
+    def to_slots(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what travels of what Megatron has permuted by logical expert."""
+        assert self._counts_E is not None
+        there_N, back_N = _places(self._counts_E, self._columns.logical_of_slots, len(rows_ND))
+        self._counts_E, self._places = None, (there_N, back_N)
+        return _Moved.apply(rows_ND, there_N, back_N), _Moved.apply(weights_N, there_N, back_N)
+
+    def from_slots(self, rows_ND: Tensor) -> Tensor:
+        """Return what Megatron adds up by logical expert of what has come back."""
+        assert self._places is not None
+        there_N, back_N = self._places
+        self._places = None
+        moved: Tensor = _Moved.apply(rows_ND, back_N, there_N)
+        return moved
+
+
+def _places(counts_E: Tensor, logical_of_slots: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return where each row in the order of slots is in logical order, and the other way round; no host sync."""
+    counts_P = counts_E.index_select(0, logical_of_slots)
+    first_E, first_P = counts_E.cumsum(0) - counts_E, counts_P.cumsum(0) - counts_P
+    shift_P = first_E.index_select(0, logical_of_slots) - first_P
+    numbers_N = torch.arange(rows, device=counts_E.device)
+    there_N = numbers_N + shift_P.repeat_interleave(counts_P, output_size=rows)
+    return there_N, torch.empty_like(there_N).scatter_(0, there_N, numbers_N)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows in another order. Each is read once, so their gradients are moved back, and none is added to another."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there_N: Tensor, back_N: Tensor) -> Tensor:
+        ctx.save_for_backward(back_N)
+        return rows.index_select(0, there_N)
+
+    @staticmethod
+    @torch.compiler.disable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (back_N,) = ctx.saved_tensors
+        return gradient.index_select(0, back_N), None, None

@@ -1,13 +1,14 @@
 """Megatron's optimizers: where they keep what belongs to an expert, and how a step begins, clips and ends.
 
-A distributed optimizer keeps a range of a flat buffer on each rank. Where no other rank holds the same experts, that
-range has each expert whole; else ranks that hold the same have ranges of each (`kept_state.py`). Its own accessor gives
-them.
+A distributed optimizer divides each bucket of a flat buffer evenly over the ranks that hold the same experts, wherever
+these begin and end; each rank steps what it has of an expert, whole or cut. HybridDeviceOptimizer steps an inner tensor
+in the place of each parameter, in host memory; loading makes new inner tensors, so none is remembered.
+TransformerEngine's FusedAdam keeps dtypes of its own, some with a scale; its accessors would round once more, so raw
+memory moves.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -25,25 +27,18 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
-from ...moe.experts.optimizer_state import Ranges
+from ...moe.experts.optimizer_state import PARAMETER, Ranges
 from ..attaching.description import AnyOptimizer, AttachError, MoELayer
-from .kept_state import (
-    OffloadedState,
-    is_mixed,
-    is_offloaded,
-    is_precision_aware,
-    offloaded_state,
-    ranges_of,
-    ranks_of,
-    raw_state,
-    stepped_by_all,
-    stepping_inside,
-)
 from .saved_state import refuse_places, say_experts
 
-logger = logging.getLogger("eplb_runtime")
-
 Square = Callable[[Callable[[Tensor], Tensor | None]], Tensor]
+MAIN = "param"
+"""Key of the float32 master, as in Megatron's own accessor."""
+_MASTER = "master_param"
+"""Key under which offloaded state has the inner tensor a second time; TransformerEngine's of the master, or of the 16
+bits of it that a weight in bfloat16 lacks."""
+_SCALED = (torch.float16,)
+"""Dtypes whose numbers are to be multiplied by a scale. bfloat16 has one, too, which is always 1."""
 
 
 def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptimizer:
@@ -100,12 +95,6 @@ class StepByMegatron:
                     "TransformerEngine's FusedAdam: set use_precision_aware_optimizer=False"
                 )
             self._leaf_of.update({id(parameter): leaf for parameter in mine.values()})
-        if any(is_mixed(leaf.optimizer) for leaf in _leaves(optimizer)) and dist.get_rank() == 0:
-            logger.warning(
-                "optimizer_offload_fraction between 0 and 1: an expert is stepped on the device in one slot and in "
-                "host memory in another, and the two round differently: with experts moved, training is equal to "
-                "rounding, not to the bit"
-            )
         for name, parameter in self._experts.items():
             if parameter.requires_grad and id(parameter) not in self._leaf_of:
                 raise AttachError(_elsewhere(name, 0, parameter))
@@ -121,12 +110,9 @@ class StepByMegatron:
         for leaf in self._leaves_of_experts():
             if is_precision_aware(leaf):  # one scale a tensor, which is one expert here and would be several on trial
                 continue
-            found += stepping_inside(leaf.optimizer) if is_offloaded(leaf.optimizer) else [leaf.optimizer]
+            inner = leaf.optimizer.sub_optimizers if is_offloaded(leaf.optimizer) else [leaf.optimizer]
+            found += {type(one): one for one in inner}.values()
         return found
-
-    @property
-    def varies_in_device(self) -> bool:
-        return any(is_mixed(leaf.optimizer) for leaf in self._leaves_of_experts())
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """Live memory by key: ``param`` (the float32 master) where that is not the parameter's own, and the state."""
@@ -134,7 +120,7 @@ class StepByMegatron:
         if leaf is None or not _is_here(leaf, parameter):
             return {}
         if is_offloaded(leaf.optimizer):
-            return _offloaded(leaf, parameter).state
+            return _offloaded(leaf, parameter)[0]
         if is_precision_aware(leaf):
             given = _given(leaf, parameter)
             kept = raw_state(leaf.optimizer, given)
@@ -152,7 +138,7 @@ class StepByMegatron:
         leaf = self._leaf_of.get(id(parameter))
         if leaf is None or not is_offloaded(leaf.optimizer) or not _is_here(leaf, parameter):
             return {}
-        return _offloaded(leaf, parameter).copies
+        return _offloaded(leaf, parameter)[1]
 
     def ranges_of(self, parameter: Tensor) -> Ranges:
         leaf = self._leaf_of.get(id(parameter))
@@ -332,10 +318,6 @@ def _given(leaf: Any, parameter: Tensor) -> Tensor:
     return main if isinstance(leaf, Float16OptimizerWithFloat16Params) else parameter
 
 
-def _offloaded(leaf: Any, parameter: Tensor) -> OffloadedState:
-    return offloaded_state(leaf.optimizer, _given(leaf, parameter), parameter, _first(leaf, parameter))
-
-
 def _first(leaf: Any, parameter: Tensor) -> int:
     """The element of a flat parameter with which what this rank steps of it begins."""
     if not _is_divided(leaf):
@@ -366,3 +348,82 @@ def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
         f"the optimizer keeps {here} of the {parameter.numel()} numbers of {name} on this rank: leave the model's "
         "parameters as Megatron's DistributedDataParallel has them, and give attach the optimizer that steps them"
     )
+
+
+# -- divided over ranks ------------------------------------------------------------------------------------------------
+
+
+def ranks_of(leaf: Any) -> tuple[int, ...]:
+    """The ranks that a distributed optimizer divides over, in their order."""
+    return tuple(dist.get_process_group_ranks(leaf.data_parallel_group))
+
+
+def stepped_by_all(leaf: Any) -> Iterator[Tensor]:
+    """The model's parameters that a distributed optimizer steps, on this rank or on others."""
+    for buffer in leaf.buffers:
+        yield from buffer.param_index_map
+
+
+def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
+    """Return for each of `ranks_of` the elements of a flat parameter that it steps; empty ones are ``(0, 0)``."""
+    buffer = next(buffer for buffer in leaf.buffers if parameter in buffer.param_index_map)
+    begin, end, number = buffer.param_index_map[parameter]
+    bucket, ranks = buffer.buckets[number], len(ranks_of(leaf))
+    size = bucket.grad_data.numel() // ranks
+    found = []
+    for place in range(ranks):
+        first, last = bucket.offset + place * size, bucket.offset + (place + 1) * size
+        kept = max(first, begin) - begin, min(last, end) - begin
+        found.append(kept if kept[0] < kept[1] else (0, 0))
+    here, said = found[leaf.data_parallel_group.rank()], (0, 0)
+    if parameter in leaf.model_param_gbuf_map:
+        own = leaf._get_model_param_range_map(parameter)["param"]
+        said = own.start, own.end
+    if here != said or sum(last - first for first, last in found) != end - begin:
+        raise AttachError(
+            f"Megatron's distributed optimizer keeps elements {said} of {tuple(parameter.shape)} here, and its buckets "
+            f"would have it {here}: this version of it divides them otherwise"
+        )
+    return tuple(found)
+
+
+# -- in host memory ----------------------------------------------------------------------------------------------------
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    return isinstance(optimizer, HybridDeviceOptimizer)
+
+
+def _offloaded(leaf: Any, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
+    """Return what is kept for a parameter, by key, wherever it is; and other memory with the numbers of `MAIN` or of
+    the parameter itself."""
+    optimizer, given = leaf.optimizer, _given(leaf, parameter)
+    own_place = parameter.data_ptr() + _first(leaf, parameter) * parameter.itemsize
+    inner = optimizer.param_to_inner_param[given]
+    state = {key: value for key, value in optimizer.state.get(given, {}).items() if key != _MASTER}
+    by_place = {tensor.data_ptr(): tensor for tensor in (given, inner) if tensor.data_ptr() != own_place}
+    name = PARAMETER  # equal to the inner tensor after each step
+    if inner.dtype != parameter.dtype:
+        state[MAIN] = inner
+        name = MAIN
+        by_place.pop(inner.data_ptr(), None)
+    return dict(sorted(state.items())), {name: tuple(by_place.values())} if by_place else {}
+
+
+# -- in dtypes of its own ----------------------------------------------------------------------------------------------
+
+
+def is_precision_aware(leaf: Any) -> bool:
+    """Return whether a leaf's state is in dtypes of its own, on the device."""
+    return bool(getattr(leaf.config, "use_precision_aware_optimizer", False)) and not is_offloaded(leaf.optimizer)
+
+
+def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
+    """Return live memory by key, each scale after what it belongs to; empty before the first step."""
+    found = {}
+    for key, value in optimizer.state.get(given, {}).items():
+        name = MAIN if key == _MASTER else key
+        found[name] = value
+        if value.dtype in _SCALED:
+            found[f"{name}_scale"] = optimizer._scales[given][key]
+    return found

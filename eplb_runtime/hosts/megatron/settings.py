@@ -12,7 +12,7 @@ VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
 WHOLE_LAYER = "full"
 """Megatron's word for a CUDA graph of all that a layer does."""
-WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router", "moe_preprocess"))
+WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes whose scales come from the numbers of each expert by itself; nothing is kept between steps."""
@@ -32,13 +32,13 @@ MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "mtp_detach_heads": (False, "experts of MTP layers are clipped by a norm that would depend on where they are"),
     "optimizer_cuda_graph": (False, "CUDA graphs are not supported yet"),
     "fp4": (None, "FP4 is not supported yet"),
+    "overlap_dispatch_backward_with_experts_wgrad": (False, "gradients of experts would come late"),
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
     "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
 }
 """Settings that are refused unless they are Megatron's default, and why."""
 _OFF = (
-    *("moe_permute_fusion", "overlap_dispatch_backward_with_experts_wgrad", "gradient_accumulation_fusion"),
-    *("overlap_grad_reduce", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
+    *("moe_permute_fusion", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
     *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_distributed_optimizer"),
 )
 DEFAULTS: Mapping[str, Any] = {
@@ -133,18 +133,9 @@ def _dtype(given: Any) -> Any:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(name, name)
 
 
-def graphs_preprocessing(config: Any) -> bool:
-    """Return whether a CUDA graph holds the preprocessing ahead of the experts: ``config`` has Megatron's names."""
-    if getattr(config, "cuda_graph_impl", "none") != "transformer_engine":
-        return False
-    given = {name: getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")}
-    return "moe_preprocess" in str(_graph_modules(given)).split(",")
-
-
 def reorders(config: Any) -> bool:
     """Return whether rows are permuted and added in logical order, and travel in that of slots."""
-    can = config.moe_token_dispatcher_type == "alltoall" and not graphs_preprocessing(config)
-    return can and config.moe_router_topk > EXACT_BY_ITSELF
+    return bool(config.moe_token_dispatcher_type == "alltoall" and config.moe_router_topk > EXACT_BY_ITSELF)
 
 
 def sums_in_order(config: Any) -> bool:
@@ -173,20 +164,16 @@ def _of_model(job: JobSettings) -> Iterator[tuple[str, str, str]]:
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
         instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
         yield "moe_flex_dispatcher_backend", "nothing has been run with it", instead
-    if job.overlap_dispatch_backward_with_experts_wgrad:
-        late = "with overlap_dispatch_backward_with_experts_wgrad gradients of experts come late, and Megatron's DDP"
-        instead = "or overlap_dispatch_backward_with_experts_wgrad=False"
-        if not job.gradient_accumulation_fusion:
-            fused = f"set gradient_accumulation_fusion=True, {instead}"
-            yield "gradient_accumulation_fusion", f"{late} would add them up before", fused
-        if job.overlap_grad_reduce:
-            yield "overlap_grad_reduce", f"{late} would reduce them before", f"set overlap_grad_reduce=False, {instead}"
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
         instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
         yield "cuda_graph_impl", "its CUDA graphs may hold experts, which move, or the end of their layer", instead
     elif job.cuda_graph_impl != "none" and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(",")):
         instead = f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
-        yield "cuda_graph_modules", "a CUDA graph of whole MoE layers holds experts, which move", instead
+        yield (
+            "cuda_graph_modules",
+            "a CUDA graph of moe_preprocess or of whole MoE layers holds where experts are",
+            instead,
+        )
     if job.fp8 is not None and (job.fp8_param_gather or job.fp8_param):
         yield "fp8_param_gather", "weights that are FP8 themselves cannot be moved yet", "set fp8_param_gather=False"
     if job.fp8 is not None and job.fp8_recipe not in SCALED_NOW:
@@ -213,6 +200,9 @@ def _of_optimizer(job: JobSettings) -> Iterator[tuple[str, str, str]]:
     if job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1:
         why = "what steps an expert is one of the ranks that hold it, which depends on where it is"
         yield "optimizer", why, f"set {instead}"
+    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
+        why = "an expert would be stepped on the device in one slot, in host memory in another, which round differently"
+        yield "optimizer_offload_fraction", why, "set optimizer_offload_fraction to 1.0 or 0.0"
     for dtype in DTYPES if _is_aware_on_device(job) else ():
         if getattr(job, dtype) == "uint8":
             why = "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet"
@@ -231,15 +221,12 @@ def exact(job: JobSettings) -> Exact:
     """Return how equal training with and without moves is."""
     if not sums_in_order(job):
         return "rounding"
-    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
-        return "rounding"  # an expert is stepped on the device in one slot, in host memory in another
     return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
 STAND_INS: Mapping[str, Callable[[JobSettings], bool]] = {
     "moe_token_dispatcher_type": lambda job: job.moe_token_dispatcher_type == "flex",
     "overlap_moe_expert_parallel_comm": lambda job: job.overlap_moe_expert_parallel_comm,
-    "overlap_dispatch_backward_with_experts_wgrad": lambda job: job.overlap_dispatch_backward_with_experts_wgrad,
     "cuda_graph_modules": lambda job: job.cuda_graph_impl != "none",
     "fp8": lambda job: job.fp8 is not None,
     "use_precision_aware_optimizer": _is_aware_on_device,

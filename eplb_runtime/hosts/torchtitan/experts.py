@@ -2,13 +2,15 @@
 
 What is replaced runs where torchtitan has made plain local tensors of its DTensors, and where FSDP has brought together
 the experts of this EP rank; so a batch goes its way through our layer there, and torchtitan's own `GroupedExperts`
-computes the rows that arrive. A dispatcher of `settings.OWN_BACKENDS` stays, and is given slots (`dispatchers.py`).
+computes the rows that arrive. A dispatcher of `settings.OWN_BACKENDS` (DeepEP, HybridEP, MinimalAsyncEP) stays, and is
+given slots in the place of logical experts: it takes id ``i`` to be on rank ``i // (E/R)``, as slots are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,10 @@ from torchtitan.models.common.moe import RoutedExperts
 from ...moe.experts.compute import SlotCounts
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..attaching.description import AttachError, MoELayer
-from .dispatchers import forward_by_slots, why_not_renamed
-from .settings import STANDARD
+from ..attaching.expert_spans import call_begins, call_ends
+from .settings import OWN_BACKENDS, STANDARD
+
+MADE_IN = "torchtitan.models.common.token_dispatcher"
 
 
 class BalancedRoutedExperts(RoutedExperts):
@@ -53,8 +57,13 @@ class BalancedRoutedExperts(RoutedExperts):
                 "a CUDA graph would repeat one batch's exchange of tokens for ever: set training.disable_cuda_graphs"
             )
         if isinstance(self._layer, HostDispatchedLayer):
-            given = x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
-            return forward_by_slots(self, self._layer, super().forward, *given)
+            columns, call = self._layer, None
+            if columns.expert_clock.on and self.training:
+                x_BLD, call = call_begins(columns.expert_clock, x_BLD)
+            slots_BLK = columns.slots(x_BLD, topk_expert_ids_BLK)
+            counts_P = num_local_tokens_per_expert_E.index_select(0, columns.logical_of_slots)
+            out: Tensor = call_ends(call, x_BLD, super().forward(x_BLD, topk_scores_BLK, slots_BLK, counts_P))
+            return out
         batch, length, width = x_BLD.shape
         out_TD = self._layer(
             x_BLD.reshape(batch * length, width),
@@ -122,3 +131,14 @@ def _live_parameters(experts: nn.Module, names: Sequence[str]) -> Callable[[], S
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in live_weights]
 
     return now
+
+
+def why_not_renamed(name: str, routed: Any, backend: str) -> str:
+    """Return why a layer cannot be given slots, or ""."""
+    kind = type(routed.token_dispatcher)
+    if kind.__name__ != OWN_BACKENDS[backend] or kind.__module__ != MADE_IN:
+        return (
+            f"{name} has a {kind.__module__}.{kind.__name__}, and the model's config says {backend}: leave "
+            f"token_dispatcher as moe_comm_backend='{backend}' makes it"
+        )
+    return ""

@@ -26,8 +26,8 @@ from ...checkpoint.weights import TensorSpec, as_named
 from ..attaching.description import AttachError, MoELayer, spread_of
 
 MERGE = (
-    "experts are spread over ranks: merge_adapter() merges where they are; to get a whole model, save_pretrained (on "
-    "every rank) and merge_and_unload in a process of its own"
+    "experts are spread over ranks: to get a whole model, save_pretrained (on every rank) and merge_and_unload in a "
+    "process of its own"
 )
 
 
@@ -67,9 +67,8 @@ class LowRank:
 
     @property
     def is_on(self) -> bool:
-        """Return whether it is added to the matrix now: neither disabled nor merged into it."""
-        wrapper = self.wrapper
-        return not wrapper.disable_adapters and not wrapper.merged and self.adapter in wrapper.active_adapters
+        """Return whether it is added to the matrix now."""
+        return not self.wrapper.disable_adapters and self.adapter in self.wrapper.active_adapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +201,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
         "a bias": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
     }
     if wrong := [what for what, is_so in odd.items() if is_so]:
-        raise AttachError(f"{where} has {' and '.join(wrong)}, which has no form by expert here: leave it out")
+        raise AttachError(f"{where} has {' and '.join(wrong)}, which this release cannot split by expert: leave it out")
     one = LowRank(wrapper, path, adapter)
     matrix = getattr(experts, one.matrix)
     if matrix.ndim != 3:
@@ -220,44 +219,23 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
 
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
-    """Let PEFT merge, save and load adapters of experts that are spread; refuse what would be wrong without a word."""
+    """Let PEFT save and load adapters of experts that are spread; refuse what would be wrong without a word."""
     for layer, adapted in layers:
         for one in adapted.low_rank:
-            _merge_by_expert(one)
             _load_by_expert(model, layer, adapted, one)
             object.__setattr__(one.wrapper, "update_layer", partial(_refuse_another, layer.name))
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
-            object.__setattr__(module, "_unload_and_optionally_merge", _refuse_unload)
+            for name in ("_unload_and_optionally_merge", "merge_adapter"):
+                object.__setattr__(module, name, _refuse_merge)
             delete: Any = module.delete_adapter
             object.__setattr__(module, "delete_adapter", partial(_refuse_deleted, layers, delete))
-            _renew_copies_after(model, module, "merge_adapter", "unmerge_adapter")
     _save_together(model, layers)
-
-
-def unmerge_disabled(adapted: AdaptedExperts) -> None:
-    """As PEFT does ahead of a forward: what is disabled does not stay merged."""
-    for one in adapted.low_rank:
-        if one.wrapper.disable_adapters and one.wrapper.merged:
-            one.wrapper.unmerge()
-
-
-def _renew_copies_after(model: nn.Module, module: nn.Module, *calls: str) -> None:
-    """Let replica slots follow what PEFT writes into experts; every rank makes these calls."""
-
-    def called(own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        result = own(*arguments, **options)
-        LogicalView(model).weights_changed()
-        return result
-
-    for call in calls:
-        if (own := getattr(module, call, None)) is not None:
-            object.__setattr__(module, call, partial(called, own))
 
 
 def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
     raise AttachError(
-        f"adapter {adapter!r} on the experts of {name} comes after attach: have the one adapter before it"
+        f"adapter {adapter!r} on the experts of {name} was added after attach: add it before, and attach then"
     )
 
 
@@ -273,34 +251,8 @@ def _refuse_deleted(
     own(adapter_name)
 
 
-def _refuse_unload(*_: Any, **__: Any) -> None:
+def _refuse_merge(*_: Any, **__: Any) -> None:
     raise AttachError(MERGE)
-
-
-def _merge_by_expert(one: LowRank) -> None:
-    wrapper, experts = one.wrapper, one.wrapper.get_base_layer()
-
-    def get_delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
-        """Of the experts that are here, as PEFT's: multiplied in the adapters' dtype, and rounded once."""
-        a_SRI, b_SOR = one.pair
-        product = "orS,Sri->Sio" if experts.is_transposed else "orS,Sri->Soi"
-        delta = torch.einsum(product, b_SOR.permute(1, 2, 0).contiguous(), a_SRI) * one.scaling
-        return delta.to(getattr(experts, one.matrix).dtype)
-
-    def written(change: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        """PEFT writes by ``.data``: no version says so, and the memory may be another afterwards."""
-        matrix = getattr(experts, one.matrix)
-        memory = matrix.data
-        with torch.no_grad():
-            change(*arguments, **options)
-        if matrix.data.data_ptr() != memory.data_ptr():
-            memory.copy_(matrix.data)
-            matrix.data = memory
-        torch.autograd.graph.increment_version(matrix)
-
-    object.__setattr__(wrapper, "get_delta_weight", get_delta_weight)
-    object.__setattr__(wrapper, "merge", partial(written, wrapper.merge))
-    object.__setattr__(wrapper, "unmerge", partial(written, wrapper.unmerge))
 
 
 def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, one: LowRank) -> None:
@@ -328,7 +280,6 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
-    _renew_copies_after(model, saver, "load_adapter")
     load: Any = saver.load_adapter
     own: Any = saver.save_pretrained
     of_peft = {
@@ -358,7 +309,9 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
             raise AttachError(
                 "load_adapter(low_cpu_mem_usage=True) makes other parameters than those that are attached: leave it out"
             )
-        return load(*arguments, **options)
+        loaded = load(*arguments, **options)
+        LogicalView(model).weights_changed()  # replica slots follow
+        return loaded
 
     object.__setattr__(saver, "save_pretrained", save_pretrained)
     object.__setattr__(saver, "load_adapter", load_adapter)

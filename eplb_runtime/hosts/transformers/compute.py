@@ -2,12 +2,11 @@
 
 The module reads whatever tensors stand for its parameters, so it computes the slots of this rank. Its forward wants one
 choice for each row and sorts rows by expert once more; of ``grouped_mm``, the library's default, all steps but the
-sorting are run here on the rows as they are, after a first batch has shown that the result is the same to the bit.
+sorting are run here on the rows as they are. `attaching.self_test` compares both ways when a model is attached.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from ...moe.experts.compute import SlotCounts, weigh_gradients
 from ..module import StableSort
 from .adapters import LowRank, factors
 
-logger = logging.getLogger("eplb_runtime")
-
 
 class RowCompute:
     """A `moe.experts.compute.Compute` of a module whose forward is not replaced yet. With LoRA, two weights follow the
@@ -35,7 +32,7 @@ class RowCompute:
         self._names = names
         self._low_rank = low_rank
         self._own_forward = experts.forward
-        self._same_unsorted: bool | None = None
+        self._forward_is_of_class = "forward" not in vars(experts)
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         return self.weighing(rows_MD, counts_S, parameters, None)
@@ -46,12 +43,12 @@ class RowCompute:
         """As `moe.experts.compute.Compute` says; ``grouped_mm`` keeps no results for the weights' gradient. None: no
         gradient comes unweighted."""
         own, added = self._split(parameters)
-        with _reading(self._experts, self._names, own):
-            sorts = not self._needs_no_sorting(rows_MD, counts_S)
-            if not sorts and weights_M is not None and _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
-                return _grouped_mm(self._experts, rows_MD, counts_S, weights_M, added)
-            out_MD = None if sorts else _grouped_mm(self._experts, rows_MD, counts_S, None, added)
-        if out_MD is None:
+        if self._forward_is_of_class and _is_grouped_mm(self._experts):
+            with _reading(self._experts, self._names, own):
+                if weights_M is not None and _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
+                    return _grouped_mm(self._experts, rows_MD, counts_S, weights_M, added)
+                out_MD = _grouped_mm(self._experts, rows_MD, counts_S, None, added)
+        else:
             with _reading(self._experts, self._names, self._folded(own, added)):
                 out_MD = self._sorted_again(rows_MD, counts_S)
         return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
@@ -76,9 +73,6 @@ class RowCompute:
             for name, matrix in zip(self._names, own, strict=True)
         ]
 
-    def _needs_no_sorting(self, rows_MD: Tensor, counts_S: SlotCounts) -> bool:
-        return _is_grouped_mm(self._experts) and self._sorting_changes_nothing(rows_MD, counts_S)
-
     def _sorted_again(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
         """The module's own forward: each row a token with one choice, of weight 1."""
         slot_M1 = counts_S.slot_of_rows(rows_MD.shape[0]).unsqueeze(1)
@@ -86,23 +80,6 @@ class RowCompute:
         with StableSort():
             result: Tensor = self._own_forward(rows_MD, slot_M1, one_M1)
         return result
-
-    @torch.no_grad()
-    def _sorting_changes_nothing(self, rows_MD: Tensor, counts_S: SlotCounts) -> bool:
-        """Found out with the first rows that come: another version of the library may do another thing."""
-        if self._same_unsorted is None:
-            own_MD = self._sorted_again(rows_MD, counts_S)
-            try:
-                ours_MD = _grouped_mm(self._experts, rows_MD, counts_S, None, {})
-            except (AttributeError, ImportError, TypeError) as error:
-                ours_MD, why = None, f"{type(error).__name__}: {error}"
-            else:
-                why = "the results differ"
-            # Not a number is as good as any other value here.
-            self._same_unsorted = ours_MD is not None and torch.allclose(own_MD, ours_MD, 0, 0, equal_nan=True)
-            if not self._same_unsorted:
-                logger.info("%s sorts rows that are sorted already: %s", type(self._experts).__name__, why)
-        return self._same_unsorted
 
 
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")

@@ -29,7 +29,6 @@ from .adapters import (
     peft_model,
     read_without_warning,
     save_without_warning,
-    unmerge_disabled,
 )
 from .compute import RowCompute
 from .naming import weights
@@ -123,8 +122,6 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
 
     def install(layer: ExpertParallelLayer) -> None:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            if adapted is not None:
-                unmerge_disabled(adapted)
             return layer(hidden_states, top_k_index, top_k_weights)
 
         outer.forward = forward  # type: ignore[method-assign]

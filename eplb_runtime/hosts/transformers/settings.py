@@ -38,7 +38,7 @@ def refusals(given: Mapping[str, Any]) -> Iterator[Refusal]:
         why = "every rank has all experts, which attach would spread itself"
         yield Refusal("ep_size", 1, why, f"{LOAD}, or without a DistributedConfig")
     if (name := given.get("ep_implementation") or "auto") != "eplb":
-        yield Refusal("ep_implementation", name, "its exchange takes experts to stand in order", f"{LOAD}")
+        yield Refusal("ep_implementation", name, "its exchange needs experts in logical order", f"{LOAD}")
     if given.get("fsdp_cpu_offload"):
         yield Refusal("fsdp_cpu_offload", True, "nothing has been run with it", "leave it out")
     if (stages := _size(given, "pp_size")) > 1:

@@ -28,8 +28,7 @@ from ...utils.worker import Worker
 T = TypeVar("T")
 U = TypeVar("U")
 _NAMES = "the first", "the second"
-_HOST_SECONDS = 1800.0
-"""As long as torch's process groups wait where their host says nothing."""
+_HOST_SECONDS = 1800.0  # as long as torch's process groups wait where their host says nothing
 
 
 @dataclass(frozen=True)
@@ -169,9 +168,7 @@ class MicroBatchChannels:
         seconds: float = _HOST_SECONDS,
     ) -> None:
         self.first = first
-        self.streams = streams
-        if device is not None and device.type != "cpu":
-            self.streams = streams or TwoStreams(device)
+        self.streams = streams or (None if device is None or device.type == "cpu" else TwoStreams(device))
         self.busy = False
         self._ahead: Callable[[], None] = lambda: None
         self._second: MicroBatchChannel | None = None
@@ -243,7 +240,7 @@ class MicroBatchChannels:
         """
         assert self._second is not None
         if self.busy:
-            raise RuntimeError("two batches run at once already: a third would have no way of its own")
+            raise RuntimeError("two batches run at once already, and a third has no channel")
         self.busy, self._forwards_only = True, forwards_only
 
         def run(number: int, work: Callable[[], Any]) -> Any:

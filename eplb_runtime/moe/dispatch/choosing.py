@@ -20,6 +20,9 @@ from .hierarchical import Hierarchical
 
 OVER_TORCH = ("all_to_all", "hierarchical")
 """What every rank has."""
+_MOST_SLOTS, _MOST_SLOTS_OF_A_NODE = 1024, 128
+"""Slots a rank that DeepEP knows: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of
+`intranode::notify_dispatch`)."""
 SUMS_BY_RANK = (
     "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its sum "
     "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
@@ -54,9 +57,12 @@ def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     return why
 
 
-def unfit_settings(config: BalancerConfig, num_ranks: int) -> str:
+def unfit_settings(config: BalancerConfig, num_ranks: int, slots_per_rank: int) -> str:
     """Why DeepEP cannot serve so many ranks with these settings on this machine, in a line; empty: it can."""
     low_latency = config.dispatch.low_latency_tokens > 0
+    most = _MOST_SLOTS if num_ranks > deepep_package.RANKS_OF_A_NODE else _MOST_SLOTS_OF_A_NODE
+    if slots_per_rank > most:
+        return f"it knows up to {most} slots a rank here, not {slots_per_rank}"
     if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep_package.RANKS_OF_A_NODE):
         return (
             "transport='nvshmem' and DeepEP between nodes or with low_latency_tokens would each start NVSHMEM, and a "
@@ -76,12 +82,18 @@ def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
 
 
 def choose_together(
-    config: BalancerConfig, group: dist.ProcessGroup, topology: Topology, device: torch.device, seconds: float
+    config: BalancerConfig,
+    group: dist.ProcessGroup,
+    topology: Topology,
+    slots_per_rank: int,
+    device: torch.device,
+    seconds: float,
 ) -> DispatchChoice:
     """Return `choose` for this EP group. Collective over it, if there is something to choose."""
     if config.dispatch.name in OVER_TORCH:
         return choose(config.dispatch.name, [])
-    mine = unfit_settings(config, topology.num_ranks) or lacks(device, topology.num_ranks, topology.ranks_per_node)
+    ranks = topology.num_ranks
+    mine = unfit_settings(config, ranks, slots_per_rank) or lacks(device, ranks, topology.ranks_per_node)
     said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
     return choose(config.dispatch.name, [word.decode() for word in said])
 

@@ -246,7 +246,9 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
     products are rounded to it (in float32 on a CPU they need not be), and summed in float32 at least."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     if rows_ND.device.type == "cpu" and rows_ND.dtype == dtype == torch.float32 and place_TK.numel():
-        return _sum_in_one_pass(rows_ND, place_TK, weights_TK)
+        # In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each.
+        weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
+        return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
     return sum_one_by_one(rows_ND, place_TK, memory, weights_TK)
 
 
@@ -301,12 +303,6 @@ def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Ten
         return rows_UD.new_zeros(begin_B.shape[0], rows_UD.shape[1])
     total_BD = functional.embedding_bag(element_U, rows_UD.to(dtype), begin_B, mode="sum", per_sample_weights=weights)
     return total_BD.to(rows_UD.dtype)
-
-
-def _sum_in_one_pass(rows_ND: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each."""
-    weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
-    return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,6 @@ Ranges = tuple[tuple[int, int], ...]
 class StateOwner(Protocol):
     """An optimizer of a framework's own, which may step other tensors than the model's."""
 
-    @property
-    def varies_in_device(self) -> bool:
-        """Return whether the same state may be in host memory on one rank and on the device on another."""
-
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
         """What is kept for a parameter of the model, by key: the live memory, none of it the parameter's own."""
 

@@ -61,10 +61,6 @@ class Record:
             offset += _aligned(memory.nbytes)
         return cls(tuple(shards), offset)
 
-    @property
-    def payload_bytes(self) -> int:
-        return sum(shard.memory.nbytes for shard in self.shards)
-
     def pack(self, staged: Tensor) -> None:
         """Copy the live memory into ``nbytes`` of uint8."""
         for shard in self.shards:

@@ -7,7 +7,7 @@ optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,7 +64,6 @@ class ExpertTensor:
             never replaced.
         kind: what it is to the training step.
         copies: for each home slot, other memory with the same numbers, which is written along; empty: there is none.
-        varies_in_device: whether rows may be on other devices on other ranks.
         ranges: for each home slot, which elements of its flat row each of the ranks steps that hold the same experts;
             empty: each steps all of them.
         part: where there are ranges, what ``tensor`` has of each slot: the whole row, this rank's range of it alone, or
@@ -75,7 +74,6 @@ class ExpertTensor:
     tensor: Tensor | tuple[Tensor, ...]
     kind: Kind
     copies: tuple[tuple[Tensor, ...], ...] = ()
-    varies_in_device: bool = False
     ranges: tuple[Ranges, ...] = ()
     part: Part = "row"
 
@@ -178,9 +176,10 @@ class ExpertTensors:
         """Nothing that this optimizer keeps is theirs any more."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._state_of_layers.clear()
+        self._misses_state = True  # until the next step has ended
 
     def note_state(self, step: int) -> None:
-        """Note which state the optimizers have, at the end of a step, for `why_state_misses`. It is read after few
+        """Note which state the optimizers have, at the end of a step, for `why_state_lacks`. It is read after few
         steps: state that is there once is there for good, but for what a step has shown to be gone."""
         if not self._misses_state and step & (step - 1):
             return
@@ -190,12 +189,18 @@ class ExpertTensors:
         except (OptimizerStateError, RegistryError):  # experts cannot move, which a check of its own says
             self._state_of_layers = {}
 
-    def why_state_misses(self, layer: int, tensors: Sequence[ExpertTensor]) -> str:
-        """Name optimizer state that was there after a step and is not among what is about to move with experts: once
-        put back, it would be that of other experts. Empty: all is there."""
-        missing = min(self._state_of_layers.get(layer, frozenset()) - _names_of_state(tensors), default="")
-        self._misses_state = self._misses_state or bool(missing)
-        return missing and f"{missing} is not in the optimizer's state any more: load it before experts move"
+    def why_state_lacks(self, tensors: Mapping[int, Sequence[ExpertTensor]] | None = None) -> str:
+        """Name optimizer state that was noted and is not among what moves with experts now (``tensors``, by layer;
+        None: of all layers): once put back, it would be that of other experts. Empty: all is there."""
+        try:
+            tensors = {layer: self.of_home(layer) for layer in self.layers} if tensors is None else tensors
+        except (OptimizerStateError, RegistryError):
+            return ""
+        for layer, of_layer in tensors.items():
+            if missing := self._state_of_layers.get(layer, frozenset()) - _names_of_state(of_layer):
+                self._misses_state = True
+                return f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first"
+        return ""
 
     def leave_gradients(self, layer: int) -> None:
         """A layer's experts have moved. Gradients that did not move along are of those that were there before: they may
@@ -307,7 +312,6 @@ class ExpertTensors:
                 raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
             tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
         for optimizer, of_each in zip(self._optimizers, copies, strict=True):
-            varies = not isinstance(optimizer, torch.optim.Optimizer) and optimizer.varies_in_device
             for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
                 part: Part = "row"
                 if ranges:
@@ -318,5 +322,5 @@ class ExpertTensors:
                         "ranges of experts are expected"
                     )
                 others = of_each.get(key, ())
-                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, varies, ranges, part))
+                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, ranges, part))
         return tensors

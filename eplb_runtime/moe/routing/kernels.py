@@ -72,7 +72,7 @@ def _count_and_map(  # type: ignore[no-untyped-def]
     choice = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = choice < choices
     expert = tl.load(ids + choice, mask=there, other=0).to(tl.int32)
-    tl.device_assert((expert >= 0) & (expert < experts), "a choice of an expert that there is not")
+    tl.device_assert((expert >= 0) & (expert < experts), "a choice of an expert that does not exist")
     tl.store(slots + choice, tl.load(table + expert, mask=there, other=0), mask=there)
     counted = there
     if PADDED:
@@ -160,7 +160,7 @@ def count_slots(  # type: ignore[no-untyped-def]
     choice = block * BLOCK + tl.arange(0, BLOCK)
     there = choice < choices
     slot = tl.load(slots + choice, mask=there, other=0).to(tl.int32)
-    tl.device_assert((slot >= 0) & (slot < num_slots), "a choice of an expert or a slot that there is not")
+    tl.device_assert((slot >= 0) & (slot < num_slots), "a choice of an expert or a slot that does not exist")
     counted = tl.histogram(slot, SLOTS, mask=there)
     tl.store(of_blocks + block * (SLOTS + RANKS) + tl.arange(0, SLOTS), counted)
     if RANKS > 0:

@@ -34,10 +34,6 @@ class SlotTable:
         self.changes_L = np.zeros(layers, dtype=np.int64)
         self._home_LE = self._both_L2E[:, :experts]
         self._logical_LRH = self._both_L2E[:, experts:].unflatten(1, (placement.num_ranks, placement.homes_per_rank))
-        self.update(placement)
-
-    def update(self, placement: Placement) -> None:
-        """Take over a placement; the table keeps its memory."""
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:

@@ -30,15 +30,11 @@ class SplitSettings:
 
     Args:
         ranks_per_node: consecutive ranks that share a node.
-        mode: ``"water_filling"`` or ``"even"``.
-        locality: serve a token on its own rank or node where the quotas allow.
         least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
         speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
     """
 
     ranks_per_node: int
-    mode: Mode = "water_filling"
-    locality: bool = True
     least_tokens: int = 0
     speed_R: NDArray[np.float64] | None = None
 
@@ -49,13 +45,13 @@ def split_for_rank(
     layer: int,
     rank: int,
     settings: SplitSettings,
-    mode: Mode | None = None,
 ) -> tuple[NDArray[np.int64], RowCounts]:
     """Return int64 ``[E, C]``, tokens that ``rank`` sends to each copy of one layer's batch, and how many rows go
-    where; ``mode``: instead of that of the settings."""
+    where. A token is served on its own rank or node where the quotas allow."""
     counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
     here, totals_LE = slice(layer, layer + 1), counts.sum(axis=0)[None]
-    quota_LEC = split_totals(totals_LE, tables, mode=mode or settings.mode, layers=here, speed_R=settings.speed_R)
+    mode: Mode = "home" if counts.sum() < settings.least_tokens else "water_filling"
+    quota_LEC = split_totals(totals_LE, tables, mode=mode, layers=here, speed_R=settings.speed_R)
     sent_EC = np.zeros(quota_LEC.shape[1:], dtype=np.int64)
     sent_P = np.zeros(tables.num_ranks * tables.slots_per_rank, dtype=np.int64)
     received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)
@@ -65,7 +61,6 @@ def split_for_rank(
         quota_LEC[0],
         rank,
         settings.ranks_per_node,
-        settings.locality,
         sent_EC,
         sent_P,
         received_RS,
@@ -80,7 +75,6 @@ def _share_out(
     quota_EC: NDArray[np.int64],
     me: int,
     ranks_per_node: int,
-    locality: bool,
     sent_EC: NDArray[np.int64],
     sent_P: NDArray[np.int64],
     received_RS: NDArray[np.int64],
@@ -99,7 +93,7 @@ def _share_out(
             for copy in range(copies):
                 room_C[copy] = quota_EC[expert, copy]
                 sent_CR[copy] = 0
-            for reach in range(0 if locality else 2, 3):
+            for reach in range(3):
                 width = 1 if reach == 0 else ranks_per_node if reach == 1 else num_ranks
                 for copy in range(copies):
                     first = copy_slot_EC[expert, copy] // slots_per_rank // width * width

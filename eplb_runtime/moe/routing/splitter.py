@@ -19,7 +19,6 @@ from ...placement import Placement
 from .lookup import record_use
 from .sources import RowCounts, SplitSettings, split_for_rank
 from .tables import SplitTables
-from .water_filling import Mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +38,8 @@ class _Layer:
 
 
 class BatchSplitter:
-    """Splits batches under one placement; `follow` takes over the next one. ``count`` and ``deal`` are kernels with the
-    results of `count_choices` and `deal_out`."""
+    """Splits batches under one placement; `prepare` takes over the next one. ``count`` and ``deal`` are kernels with
+    the results of `count_choices` and `deal_out`."""
 
     def __init__(
         self,
@@ -59,10 +58,6 @@ class BatchSplitter:
         self._settings = settings
         self._num_experts = placement.num_experts
         self._layers: dict[int, _Layer] = {}
-        self.follow(placement)
-
-    def follow(self, placement: Placement) -> None:
-        """Take over a placement."""
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
@@ -95,9 +90,8 @@ class BatchSplitter:
     ) -> tuple[Tensor, RowCounts]:
         """Return int64 ``[T, K]``, the slot of each choice of a batch, an expert's choices to its copies in the order
         of the tokens, and how many rows go where. ``counts_RE`` are of every rank, on the host. No host sync."""
-        here, settings = self._layers[layer], self._settings
-        mode: Mode = "home" if counts_RE.sum() < settings.least_tokens else settings.mode
-        sent_EC, counts = split_for_rank(counts_RE, here.tables, here.index, self._ep_rank, settings, mode)
+        here = self._layers[layer]
+        sent_EC, counts = split_for_rank(counts_RE, here.tables, here.index, self._ep_rank, self._settings)
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
         return self._deal(topk_ids_TK, sent, here.copy_slot_EC, begins), counts
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .intervals import length, overlap, union
 from .kinds import ANNOTATIONS, COMPUTE, DEVICE_CATEGORIES, computes, is_step, kind_of, kind_of_gloo
-from .phases import PhaseTime, phases_of
+from .phases import PhaseTime, length, overlap, phases_of, union
 from .reading import Place, Span, TraceError, read_trace
 
 

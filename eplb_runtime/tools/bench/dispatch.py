@@ -13,8 +13,7 @@ from ...moe.dispatch.base import DispatchContext
 from ...moe.routing.splitter import RowCounts
 from .timing import timed
 
-SLOTS, TOP_K, HIDDEN = 4, 4, 512
-"""Slots of a rank, choices of a token, numbers in a row."""
+SLOTS, TOP_K, HIDDEN = 4, 4, 512  # slots of a rank, choices of a token, numbers in a row
 
 
 def run(device: torch.device, repeats: int = 20) -> dict[str, Any]:

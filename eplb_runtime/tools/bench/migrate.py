@@ -22,8 +22,7 @@ from .timing import timed
 
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""
-HOMES = 4
-"""Experts of a rank."""
+HOMES = 4  # experts of a rank
 STAGING_BYTES = 256 << 20
 DEADLINE_SECONDS = 60.0
 
@@ -75,12 +74,7 @@ def _row(
     seconds = timed([migrate, lambda: _send_on(messages, groups)], repeats, device, groups.control)
     engine.executor.close()
     ours, plain = (HOMES * payload / 1e9 / seconds.median(dim=0).values).tolist()
-    return {
-        "expert_mib": payload / 2**20,
-        "gb_per_second": ours,
-        "plain_gb_per_second": plain,
-        "ratio": ours / plain,
-    }
+    return {"expert_mib": payload / 2**20, "gb_per_second": ours, "plain_gb_per_second": plain, "ratio": ours / plain}
 
 
 def _experts(hidden: int, width: int, device: torch.device) -> ExpertTensors:

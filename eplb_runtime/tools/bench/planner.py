@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from ...planner.policies.deepseek import balance as balance_deepseek
 from ...topology import Topology
 from ..formats.loads import read_load
 
-MAX_WINDOWS = 24
-"""The newest of a longer series."""
+MAX_WINDOWS = 24  # the newest of a longer series
 
 FloatArray = NDArray[np.float64]
 
@@ -37,22 +37,15 @@ class PlanShape:
     groups: int = 1
 
 
-Planner = Callable[[FloatArray, PlanShape], Placement]
-"""Plans a window ``[L, E]``."""
+Planner = Callable[[FloatArray, PlanShape], Placement]  # of a window ``[L, E]``
 
 
 def run(loads: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
-    """Plan every load for about four experts a rank, without replicas and with one replica slot a rank.
+    """Return ``{"planner": rows}``, rows as `measure` yields them for each of `shapes_for`.
 
     Args:
-        loads: load files; none: the series that comes with the package.
+        loads: load files; none: the series that comes with the package. FormatError: one cannot be used.
         repeats: timings of a load's first window; each further window is timed once. The median counts.
-
-    Returns:
-        JSON-able, ``{"planner": rows}`` as `measure` returns them.
-
-    Raises:
-        PlanError, FormatError: a planner or a file cannot be used.
     """
     each = ((name, load, shape) for name, load in read_loads(loads or ["sample"]).items() for shape in shapes_for(load))
     return {"planner": [row for one in each for row in measure(*one, {}, repeats)]}
@@ -84,9 +77,9 @@ def measure(
     """
     experts, ranks, slots = load.shape[2], shape.ranks, shape.slots_per_rank
     free = "hierarchical" if shape.groups > 1 else "free"
-    planners: dict[str, Planner] = {"deepseek": _deepseek, free: _by_policy(free)}
+    planners: dict[str, Planner] = {"deepseek": _deepseek, free: partial(_by_policy, free)}
     if shape.groups == 1 and experts % ranks == 0:
-        planners["incremental (home layout)"] = _by_policy("incremental")
+        planners["incremental (home layout)"] = partial(_by_policy, "incremental")
     bound = float(np.mean([1 / lower_bound(window, ranks, slots) for window in load]))
     for planner, function in {**planners, **others}.items():
         function(load[0, :1], shape)  # compiles
@@ -115,9 +108,6 @@ def _deepseek(window: FloatArray, shape: PlanShape) -> Placement:
     return Placement(slots, window.shape[1], shape.ranks)
 
 
-def _by_policy(policy: str) -> Planner:
-    def planned(window: FloatArray, shape: PlanShape) -> Placement:
-        topology, per_rank = Topology(shape.ranks, shape.ranks_per_node), shape.slots_per_rank
-        return plan(window, topology, slots_per_rank=per_rank, policy=policy, groups=shape.groups).placement
-
-    return planned
+def _by_policy(policy: str, window: FloatArray, shape: PlanShape) -> Placement:
+    topology, per_rank = Topology(shape.ranks, shape.ranks_per_node), shape.slots_per_rank
+    return plan(window, topology, slots_per_rank=per_rank, policy=policy, groups=shape.groups).placement

@@ -73,8 +73,6 @@ def convert(
     to = to or ("tensorrt-llm" if destination.suffix in FORMATS["tensorrt-llm"] else OWN)
     if to not in FORMATS:
         raise FormatError(f"unknown format {to!r}; choose one of: {', '.join(FORMATS)}")
-    with about(destination, reading=False):
-        require_writable(destination, sorted({*FORMATS[to], *loads.ENDINGS}) if to == OWN else FORMATS[to])
     with about(source):
         content = open_content(source)
         kind, loaded = _map_in(content), None

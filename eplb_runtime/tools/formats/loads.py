@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...load.series import holds_series
+from ...load.series import NAME, holds_series
 from ...observe.run_folder import JobRecord, read_run
 from ...utils.files import replacing, require_writable
 from . import megatron, slime
@@ -57,7 +57,8 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
         content = open_content(path)
         found = find_load(content)
         if found is None:
-            raise FormatError(f'{held_in(content)}: store tokens per expert as "load"')
+            mend = "" if content.kind == "directory" else ': store tokens per expert as "load"'
+            raise FormatError(held_in(content) + mend)
         return replace(found[1], load=checked_load(found[1].load, dense_layers))
 
 
@@ -105,14 +106,14 @@ def looks_partial(load: LoadArray) -> str:
     rows_NE, experts = load[load.sum(axis=2) >= ENOUGH * load.shape[2]], load.shape[2]
     most = int((rows_NE > 0).sum(axis=1).max(initial=0))
     if 0 < most <= experts * FEW:
-        return f"no more than {most} of {experts} experts of a layer have tokens in a window, as in one rank's counts."
+        return f"at most {most} of {experts} experts of a layer have tokens in a window: one rank's counts?"
     rows_NE = rows_NE / rows_NE.sum(axis=1, keepdims=True)
     for parts, (name, limit) in PARTS.items():
         if experts % parts == 0 and experts >= 2 * parts and most:
             beside_NP = rows_NE.reshape(-1, parts, experts // parts).sum(axis=2)
             in_turn_NP = rows_NE.reshape(-1, experts // parts, parts).sum(axis=1)
             if min(beside_NP.max(axis=0).min(), in_turn_NP.max(axis=0).min()) <= limit:
-                return f"a {name} of {experts} experts has next to no tokens, as where counts of ranks are missing."
+                return f"a {name} of {experts} experts has next to no tokens: counts of some ranks seem to be missing."
     return ""
 
 
@@ -145,8 +146,9 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
 
 
 def _own(content: Content) -> JobRecord | None:
-    if content.kind == "directory" and holds_series(content.path):
-        return read_run(content.path)
+    folder = content.path.parent if content.path.name == NAME else content.path
+    if content.kind in ("directory", "jsonl") and holds_series(folder):
+        return read_run(folder)
     return JobRecord(content.value["load"]) if content.kind != "pt" and content.holds("load") else None
 
 

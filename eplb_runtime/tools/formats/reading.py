@@ -45,7 +45,7 @@ def about(path: Path, reading: bool = True) -> Iterator[None]:
     except PlacementError as error:
         raise PlacementError(f"{path}: {error}") from None
     except FileError as error:
-        raise FormatError(f"{path}: {error}") from None
+        raise FormatError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------

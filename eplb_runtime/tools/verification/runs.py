@@ -36,7 +36,7 @@ _HELD = (
     "{holder} holds what may be experts, or what each rank trains alone, shape {shape}: balancer.register_all(name, "
     "it), let go of it after each step, or attach its optimizer"
 )
-_IN_ORDER = "no more than by rounding: is something added up in order of place (a norm? use balancer.clip_grad_norm_)"
+_IN_ORDER = "only by rounding: is something summed in slot order (a norm? use balancer.clip_grad_norm_)"
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
 
@@ -55,7 +55,7 @@ def proof() -> Proof:
         return answer("unknown", f"the run with fixed homes failed: {fixed.failure}")
     if fixed.length < 1:
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
-        return answer("unknown", f"the job {what} (what starts ranks must hand its environment on to them)")
+        return answer("unknown", f"the job {what} (the launcher must pass its environment on to the ranks)")
     moved = yield "moved", False
     cells = fixed.step(fixed.length).cells
     report = replace(report, tensors=len({name for (name, _), cell in cells.items() if cell.kind != "found"}))
@@ -97,7 +97,7 @@ def proof() -> Proof:
         close = to_rounding(fixed, other, shaken)
         report = replace(report, single=close) if layout == "single" else replace(report, moved_rounding=close)
         if close.equal is None:
-            why = f"the run with {_NAMES[layout]} routes tokens otherwise from its first step on"
+            why = f"the run with {_NAMES[layout]} routes tokens differently from its first step on"
             coarse = f"rounding errors alone change half of what step {close.step} gives by {close.worst:.2g}"
             return answer(
                 "unknown", coarse if close.worst and not close.tensor else why + _PENALTY * (layout == "single")

@@ -13,9 +13,8 @@ from eplb_runtime.tools.bench import planner
 from eplb_runtime.tools.bench.planner import PlanShape
 
 from ..harness import command
-from . import loads as made_loads
 from . import suite
-from .peers import Peer, as_placement, find_peer
+from .peers import Peer, find_peer
 
 TABLES = ("plans", "suite")
 
@@ -30,7 +29,7 @@ def run(
     """Measure what the tables hold.
 
     Args:
-        loads: load files for the table of plans; none: generated ones.
+        loads: load files for the table of plans; none: the series that comes with the package.
         repeats: timings of a plan.
         peers: other planners to run beside ours, see :func:`peers.find_peer`.
         tables: names out of `TABLES`.
@@ -52,9 +51,8 @@ def run(
 
 def _plans(files: Sequence[str], repeats: int, others: dict[str, planner.Planner]) -> list[dict[str, Any]]:
     rows = []
-    for name, load in (planner.read_loads(files) or made_loads.generated()).items():
-        served = () if files else made_loads.SERVED.get(load.shape[2], ())
-        for shape in (*(PlanShape(*one) for one in served), *planner.shapes_for(load)):
+    for name, load in planner.read_loads(files or ["sample"]).items():
+        for shape in planner.shapes_for(load):
             rows += planner.measure(name, load, shape, others, repeats)
     return rows
 
@@ -63,7 +61,7 @@ def _planner(peer: Peer) -> planner.Planner:
     def planned(window: NDArray[np.float64], shape: PlanShape) -> Placement:
         nodes = shape.ranks // shape.ranks_per_node if shape.groups > 1 else 1
         slots = peer(window, shape.ranks * shape.slots_per_rank, shape.groups, nodes, shape.ranks)
-        return as_placement(slots, window.shape[1], shape.ranks)
+        return Placement(slots, window.shape[1], shape.ranks)
 
     return planned
 

@@ -10,32 +10,6 @@ FloatArray = NDArray[np.float64]
 
 TOKENS_PER_EXPERT = 512
 """Selections in a window, on average: the noise of counting."""
-SERVED = {256: ((32, 8, 9), (32, 8, 9, 8), (144, 8, 2)), 1024: ((1024, 8, 2),)}
-"""Shapes in which models of so many experts are served, DeepSeek-V3's with and without the rule that its 8 groups stay
-on a node each."""
-
-
-def generated(seed: int = 0) -> dict[str, FloatArray]:
-    """Loads ``[1, L, E]`` by a generator that is calibrated on measured ones.
-
-    Expert shares are lognormal; each layer draws its spread, the standard deviation of the log. Measured, 10th to 90th
-    percentile over layers: DeepSeek-V3 in prefill .54 - .91 (hottest expert 4.2 - 10.4 times the mean), in decode
-    .49 - .77; gpt-oss-20b by windows of 5,000 tokens: coefficient of variation .77, hottest expert 2.1 - 3.7 times the
-    mean, which a spread of .6 - .9 over 32 experts gives. The third is a large model of the future, spread .3 - .7.
-    """
-    generator = np.random.default_rng(seed)
-    return {
-        "58 x 256, as DeepSeek-V3": draw_load(generator, 58, 256, 0.54, 0.91)[None],
-        "24 x 32, as gpt-oss-20b": draw_load(generator, 24, 32, 0.6, 0.9)[None],
-        "96 x 1024": draw_load(generator, 96, 1024, 0.3, 0.7)[None],
-    }
-
-
-def draw_load(generator: np.random.Generator, layers: int, experts: int, low: float, high: float) -> FloatArray:
-    """float64 ``[L, E]``: lognormal shares, each layer with a spread between these; 100,000 tokens an expert."""
-    spread = generator.uniform(low, high, (layers, 1))
-    load = np.exp(spread * generator.standard_normal((layers, experts)))
-    return np.asarray(np.round(load / load.mean(axis=1, keepdims=True) * 100_000))
 
 
 def normal(windows: int, layers: int, experts: int, deviation: float = 0.3, seed: int = 0) -> FloatArray:

@@ -22,6 +22,7 @@ from eplb_runtime.planner.cost import CostModel
 from eplb_runtime.planner.policies.deepseek import balance as balance_deepseek
 from eplb_runtime.topology import Topology
 
+from .exact import judge, plain_graph
 from .loads import (
     autoregressive,
     bursting,
@@ -34,7 +35,6 @@ from .loads import (
     shifting,
     skewed,
 )
-from .windows import judge, plain_graph
 
 FloatArray = NDArray[np.float64]
 SEEDS = (11, 12, 13)

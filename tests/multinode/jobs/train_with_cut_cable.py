@@ -1,6 +1,6 @@
 """Train from the same seed over two hosts: rebalanced while somebody cuts a cable, then with experts fixed.
 
-The command line names a folder, a transport, and points. At each point (a phase of the migration protocol, one
+The command line names a folder and points. At each point (a phase of the migration protocol, one
 rebalance each) every rank writes ``<folder>/<point>.<rank>`` and waits for ``<folder>/cut.<point>``; when it has
 dropped the rebalance it writes ``<folder>/dropped.<point>.<rank>``, and when it has then waited for the others for
 several timeouts ``<folder>/waited.<rank>``. The point ``beside`` stands for a training of its own, in which experts
@@ -25,7 +25,7 @@ from moe_models import batch_of, make_model
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed.ballot import Ballot, Verdict
+from eplb_runtime.distributed.consensus import Ballot, Verdict
 from eplb_runtime.events import BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase, PostedRound
 
@@ -92,7 +92,7 @@ def is_over(step: int, points: list[str], events: EventLog) -> bool:
 
 
 def train(
-    policy: str, folder: Path, transport: str, points: list[str], steps: int | None
+    policy: str, folder: Path, points: list[str], steps: int | None
 ) -> tuple[list[float], dict[str, torch.Tensor], eplb.Balancer, object]:
     model = make_model("olmoe", experts=16, top_k=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -104,7 +104,7 @@ def train(
         timeout_seconds=TIMEOUT_SECONDS,
         overlap=points == [BESIDE],
         # Little more than one expert: a rebalance takes several rounds.
-        migration=eplb.MigrationConfig(transport=transport, staging_bytes=20_000),
+        migration=eplb.MigrationConfig(transport="auto", staging_bytes=20_000),
     )
     dist.barrier()  # the short timeout is for cables, not for ranks that start one after another
     balancer = eplb.attach(model, optimizer, config=config)
@@ -130,14 +130,14 @@ def train(
     return losses, state, balancer, carriers
 
 
-def main(folder: Path, transport: str, points: list[str]) -> None:
+def main(folder: Path, points: list[str]) -> None:
     dist.init_process_group("gloo")
     logging.basicConfig(level=logging.WARNING)
     parts = [part for part in ([p for p in points if p != BESIDE], [p for p in points if p == BESIDE]) if part]
-    trained = [train("incremental", folder, transport, list(part), None) for part in parts]
+    trained = [train("incremental", folder, list(part), None) for part in parts]
     result = []
     for losses, state, balancer, carriers in trained:
-        fixed_losses, fixed, *_ = train("static", folder, transport, [], len(losses))
+        fixed_losses, fixed, *_ = train("static", folder, [], len(losses))
         said = {
             "carriers": carriers,
             "aborted": [(e.step, e.phase, e.cause) for e in balancer.events.of_type(RebalanceAborted)],
@@ -153,4 +153,4 @@ def main(folder: Path, transport: str, points: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

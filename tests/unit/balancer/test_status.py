@@ -117,5 +117,5 @@ def test_what_is_not_finite_stays(monkeypatch: pytest.MonkeyPatch, value: float)
 
 def test_a_gradient_of_another_length_is_refused() -> None:
     layers = [RangesOfSlots([torch.ones(3)], (((0, 4), (4, 8)),))]
-    with pytest.raises(RuntimeError, match="3 elements, and 4 of its expert are stepped here"):
+    with pytest.raises(RuntimeError, match="3 elements, and 4 of its expert are stepped on this rank"):
         squares_of_slots(layers, 0, None, CPU)  # type: ignore[arg-type]

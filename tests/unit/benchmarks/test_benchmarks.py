@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from benchmarks.planner import loads, suite
 from benchmarks.planner.__main__ import run
+from benchmarks.planner.exact import judge
 from benchmarks.planner.suite import Family
-from benchmarks.planner.windows import judge
 from benchmarks.rollouts import run as play
 
 from eplb_runtime.placement import Placement

@@ -135,15 +135,6 @@ def trained(seed: int, steps: int = 2) -> tuple[nn.Module, list[torch.optim.Opti
     return model, optimizers
 
 
-def test_the_state_of_each_is_there_under_its_parameters() -> None:
-    model, optimizers = trained(0)
-    state = eplb.logical_state_dict(model, optimizers)
-    assert {"optimizer.0.weight.exp_avg", "optimizer.1.weight.momentum_buffer"} <= state.keys()
-    assert torch.equal(state["optimizer.0.weight.exp_avg"], optimizers[0].state[model[0].weight]["exp_avg"])
-    one, other = (eplb.logical_state_dict(model, optimizer) for optimizer in optimizers)
-    assert state.keys() == one.keys() | other.keys()
-
-
 @pytest.mark.parametrize("steps", [0, 2], ids=["optimizers without state", "optimizers with state"])
 def test_each_takes_its_own_back(steps: int) -> None:
     model, optimizers = trained(0)

@@ -34,34 +34,10 @@ def test_a_paragraph_stands_above_what_is_assumed(skewed: Path, capsys: pytest.C
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_what_cannot_be_judged_is_two_sentences(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed(capsys, skewed, "--ranks", "4", "--every", "5")
-    assert shown.replace("\n", " ") == (
-        "Too few steps: 12 steps were recorded, and a plan every 5 steps needs 15. Record 15 steps or more, or give "
-        "--every 4. "
-    )
-
-
-def test_counts_of_one_rank_alone_are_no_load_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load = np.zeros((40, 3, 8), dtype=np.int64)
-    load[:, :, 5] = 4000
-    np.savez(tmp_path / "load.npz", load=load)
-    assert "It cannot be said: no more than 1 of 8 experts" in printed(capsys, tmp_path / "load.npz", "--ranks", "4")
-    assert json.loads(printed(capsys, tmp_path / "load.npz", "--ranks", "4", "--json"))["pays"] is None
-
-
 def test_json_is_the_verdict_alone(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(printed(capsys, skewed, "--ranks", "4", "--every", "3", "--json"))
     assert list(shown) == ["pays", "imbalance", "step_saved", "move_seconds", "data_parallel", "advice"]
     assert shown["pays"] is True and shown["imbalance"]["now"] == pytest.approx(16 / 7)
-
-
-def test_ranks_that_do_not_fit_their_nodes_are_refused_in_a_line(
-    skewed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["assess", str(skewed), "--ranks", "4", "--ranks-per-node", "3"]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and "does not divide" in said.err
 
 
 # -- What commands print beside their results: headings with units, signs of life, more on request, shells

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import eplb_runtime
-from eplb_runtime.distributed.ballot import DECIDED, TABLE, Ballot, Heard, State, Verdict
+from eplb_runtime.distributed.consensus import DECIDED, TABLE, Ballot, Heard, State, Verdict
 from eplb_runtime.distributed.points import Phase
 
 RANKS = 3

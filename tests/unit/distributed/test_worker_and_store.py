@@ -19,12 +19,6 @@ from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
 
 
-def test_a_group_without_a_backend_for_cpus_waits_as_long_as_its_own_backend() -> None:
-    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
-    group = SimpleNamespace(_get_backend=lambda device: {"cuda": backend}[device.type])
-    assert consensus.timeout_of(group, torch.device("cuda")).total_seconds() == 7  # type: ignore[arg-type]
-
-
 def test_work_that_never_ends_is_not_waited_for_and_what_nobody_waits_for_is_left_out() -> None:
     worker, release, done = Worker("test"), threading.Event(), []
     with pytest.raises(TimeoutError):
@@ -65,7 +59,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout(
     stuck = Stuck(dist.HashStore())
     store = JobStore(stuck, "job", 0.05)
     for _ in range(3):
-        with pytest.raises(StoreError, match="does not answer"):
+        with pytest.raises(StoreError, match=r"does not answer|given no answer"):
             store.compare_set("decision", "commit")
     assert stuck.clones == 1, "one thread and one connection wait, however often it was asked"
     stuck.release.set()
@@ -97,7 +91,7 @@ def test_a_meeting_over_a_silent_store_ends_and_a_slow_store_is_waited_for(
     stuck.timeout = timedelta(seconds=10)  # type: ignore[attr-defined]
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: stuck)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with monkeypatch.context() as impatient, pytest.raises(StoreError, match="does not answer"):
+    with monkeypatch.context() as impatient, pytest.raises(StoreError, match=r"does not answer|given no answer"):
         impatient.setattr(consensus, "SETUP_SECONDS" if patient else "_STORE_SECONDS", 0.05)
         consensus.barrier([0], what, 0.01, patient=patient)
     threading.Timer(0.2, stuck.release.set).start()

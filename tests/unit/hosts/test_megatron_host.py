@@ -100,43 +100,16 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     assert seen == [(chosen, 8, 2)]
 
 
-def a_stage(number: int, first: int) -> tuple[nn.Module, Any]:
-    """A decoder layer with ``layer_number`` (from 1 on) and two of four experts as TEGroupedMLP has them."""
-    from eplb_runtime.hosts.attaching.description import MoELayer
-
-    experts = Experts("linear_fc1.weight0", "linear_fc1.weight1")
-    for slot, parameter in enumerate(experts.parameters()):
-        parameter.data.fill_(first + slot)
-    layer = nn.Module()
-    layer.layer_number = number  # type: ignore[assignment]
-    layer.mlp = nn.Module()
-    layer.mlp.experts = experts
-    layer.mlp.router = nn.Linear(2, 4, bias=False)
-    layer.mlp.router.register_buffer("expert_bias", torch.zeros(4))
-    layer.mlp.router.register_buffer("local_tokens_per_expert", torch.zeros(4), persistent=False)
-    model = nn.Module()
-    model.module = nn.Module()
-    model.module.decoder = nn.Module()
-    model.module.decoder.layers = nn.ModuleList([layer])
-    name = "module.decoder.layers.0.mlp.experts"
-    described = MoELayer(
-        name=name,
-        experts=experts,
-        num_experts=4,
-        parameters=("linear_fc1.weight0", "linear_fc1.weight1"),
-        compute=None,
-        install=lambda layer: None,
-        slots={"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")},
-    )
-    return model, described
-
-
 def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from eplb_runtime.checkpoint import CheckpointError
+    from eplb_runtime.hosts.attaching.description import MoELayer
     from eplb_runtime.hosts.megatron import weights
 
     monkeypatch.setattr(weights.parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
-    model, layer = a_stage(number=1, first=0)
+    experts = Experts("linear_fc1.weight0", "linear_fc1.weight1")
+    model = nn.ModuleDict({"experts": experts})
+    slots = {"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")}
+    layer = MoELayer("experts", experts, 4, slots["linear_fc1.weight*"], None, lambda layer: None, slots=slots)
     with pytest.raises(CheckpointError, match=r"inside balancer.logical_order\(\) by the converter"):
         weights.weights([layer], model, 0)
 

@@ -311,10 +311,3 @@ def test_a_mask_is_that_of_its_own_forward_and_of_nothing_after_it(fails: bool) 
     assert padding.real_tokens(4) is None, "a part of the model that is called by itself has no mask"
     model(IDS)
     assert model.seen is None
-
-
-def test_hooks_that_are_removed_see_nothing() -> None:
-    model = Model()
-    model.padding.watch(model, model.padding.see).remove()
-    model(IDS, attention_mask=MASK)
-    assert model.seen is None

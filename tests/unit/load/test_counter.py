@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.load import declared
-from eplb_runtime.load.checks import checked_load
 from eplb_runtime.load.counter import MAX_BUCKETS, LoadCounter, in_recompute
 from eplb_runtime.load.declared import DeclaredLoadError, checked_declaration
 
 CPU = torch.device("cpu")
-
-
-def test_choices_are_counted_by_layer_and_expert() -> None:
-    counter = LoadCounter(2, 4, interval=4, device=CPU)
-    counter.count(0, torch.tensor([[0, 1], [1, 3]]))
-    counter.count(1, torch.tensor([[2, 2]]))
-    assert counter.counts.tolist() == [[1, 2, 0, 1], [0, 0, 2, 0]]
 
 
 def test_padding_does_not_count() -> None:
@@ -86,12 +77,6 @@ def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:
 # -- What is taken for a load that somebody declares, or plans for
 
 
-def test_a_tensor_of_any_kind_can_be_declared_and_planned_for() -> None:
-    load = torch.ones(1, 4, dtype=torch.bfloat16, requires_grad=True)
-    assert (checked_declaration(load, 1, 4) == np.ones((1, 1, 4))).all()
-    assert (checked_load(load.double(), "load", ValueError) == np.ones((1, 1, 4))).all()
-
-
 def replayed(seed: int, tokens: int, layers: int, experts: int, top_k: int, padded: float) -> np.ndarray:
     """int64 ``[N, L, K]``: distinct experts of each token, -1 for padded tokens and dropped choices."""
     generator = np.random.default_rng(seed)
@@ -137,15 +122,6 @@ def test_the_experts_of_tokens_count_as_their_load_whatever_is_padding(
         assert (checked_declaration(wanted, layers, experts) == wanted[None]).all()
 
 
-def test_real_routing_counts_as_its_load(shared_data: Path) -> None:
-    ids = np.load(shared_data / "gpt_oss_20b_routing_32768_tokens.npz", allow_pickle=False)["topk_ids"][:5000]
-    wanted = np.stack([np.bincount(ids[:, layer].ravel(), minlength=32) for layer in range(24)])
-    assert (checked_declaration(ids, 24, 32)[0] == wanted).all()
-    kept = np.arange(5000) % 3 > 0
-    padded = np.where(kept[:, None, None], ids, -1)
-    assert (checked_declaration(padded, 24, 32) == checked_declaration(ids[kept], 24, 32)).all()
-
-
 WRONG: list[tuple[Any, str]] = [
     (torch.tensor([[[0, 4], [0, 1]]]), "an id 4: give logical ids from 0 to 3"),
     (torch.tensor([[[0, -2], [0, 1]]]), "an id -2"),
@@ -166,8 +142,3 @@ def test_what_is_neither_a_load_nor_experts_of_tokens_is_refused_in_a_line(load:
 
 def test_a_token_may_choose_an_expert_twice() -> None:
     assert checked_declaration(torch.tensor([[[1, 1], [3, 0]]]), 2, 4).tolist() == [[[0, 2, 0, 0], [1, 0, 0, 1]]]
-
-
-def test_a_rank_may_declare_nothing_but_padding() -> None:
-    ids = torch.full((3, 2, 2), -1)
-    assert not checked_declaration([ids, ids[:0]], 2, 4).any()

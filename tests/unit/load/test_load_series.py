@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from eplb_runtime.load.series import NAME, RecordedJob, read_series
@@ -40,19 +38,6 @@ def test_what_is_appended_is_read_in_its_order_over_restarts(tmp_path: Path) -> 
     assert np.array_equal(load, np.concatenate([windows(0, 2), windows(100, 1), windows(200, 3)]))
     assert steps == [5, 5, 5, 1, 1, 1]
     assert np.array_equal(read_load(tmp_path), load)
-
-
-@given(cut=st.integers(1, 400))
-def test_a_crash_costs_the_last_line_at_most(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run = tmp_path_factory.mktemp("run")
-    written(run, windows(0, 1), windows(100, 1))
-    path = run / NAME
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    lines = whole[:-cut].count(b"\n") - 1 + whole[-cut:].startswith(b"\n")
-    written(run, windows(200, 1))
-    left = [windows(0, 1), windows(100, 1)][: max(0, lines)]
-    assert np.array_equal(read_series(run)[0], np.concatenate([*left, windows(200, 1)]))
 
 
 def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:

@@ -5,41 +5,23 @@ from __future__ import annotations
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from placements import some_homes
 
 from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.exchange import chains_of
-from eplb_runtime.migration.overlapped import Overlapped
+from eplb_runtime.migration.exchange import RoundExecutor, chains_of
 from eplb_runtime.migration.pacing import Pace, next_batch
-from eplb_runtime.migration.records import DIRECT_BYTES, packed_bytes, segments_of
+from eplb_runtime.migration.records import DIRECT_BYTES, Records, packed_bytes, segments_of
 from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
 from eplb_runtime.moe.experts.record import Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 from eplb_runtime.placement import EMPTY, Placement
-
-
-def random_placement(seed: int, layers: int, experts: int, ranks: int, replica_slots: int) -> Placement:
-    """Any home placement: homes anywhere, some replica slots filled."""
-    rng = np.random.default_rng(seed)
-    homes = experts // ranks
-    slots = homes + replica_slots
-    map_ = np.full((layers, ranks, slots), EMPTY)
-    home = np.empty((layers, experts), dtype=np.int64)
-    for layer in range(layers):
-        order = rng.permutation(experts).reshape(ranks, homes)
-        map_[layer, :, :homes] = order
-        for rank in range(ranks):
-            home[layer, order[rank]] = rank * slots + np.arange(homes)
-            others = np.setdiff1d(np.arange(experts), order[rank])
-            filled = rng.integers(0, min(replica_slots, len(others)) + 1)
-            map_[layer, rank, homes : homes + filled] = rng.choice(others, filled, replace=False)
-    return Placement(map_.reshape(layers, -1), experts, ranks, home)
-
 
 shapes = st.tuples(
     st.integers(1, 3),  # layers
@@ -52,7 +34,7 @@ sizes = st.lists(st.integers(1, 12), min_size=3, max_size=3)
 
 def placed(seed: int, shape: tuple) -> Placement:
     layers, (experts, ranks), replica_slots = shape
-    return random_placement(seed, layers, experts, ranks, replica_slots)
+    return some_homes(np.random.default_rng(seed), layers, ranks, experts // ranks, replica_slots)
 
 
 def replay(schedule: TransferSchedule) -> Placement:
@@ -161,7 +143,7 @@ def test_with_room_all_is_one_round_and_nobody_changes_slots_in_vain(shape: tupl
 @pytest.mark.parametrize(("experts", "ranks"), [(128, 8), (128, 64), (64, 64), (256, 64)])
 def test_rounds_of_one_expert_a_rank_keep_the_busiest_rank_busy(experts: int, ranks: int) -> None:
     """All homes change places: the bytes of the rounds' busiest ranks are within 5 % of what one rank has to carry."""
-    current, target = random_placement(1, 20, experts, ranks, 0), random_placement(2, 20, experts, ranks, 0)
+    current, target = (placed(seed, (20, (experts, ranks), 0)) for seed in (1, 2))
     schedule = make_schedule(current, target, [600] * 20, 256)
     taken, least = schedule.load.max(axis=1).sum(), schedule.load.sum(axis=0).max()
     assert least == 600 * max(np.bincount(target.home_rank[current.home_rank != target.home_rank], minlength=ranks))
@@ -262,39 +244,6 @@ def test_after_some_came_too_late_less_travels_at_once() -> None:
     assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
 
 
-# -- The thread that carries experts beside training has one stream of a GPU for good, after what training has queued
-
-
-def test_every_migration_works_on_one_stream_after_what_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out 32 in turn: with one for each migration a later one would be the model's own."""
-    made: list[Any] = []
-    taken: list[Any] = []
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            self.waits: list[str] = []
-            made.append(self)
-
-        def wait_event(self, event: Any) -> None:
-            self.waits.append(event.of)
-
-    class Event:
-        of = ""
-
-        def record(self, stream: str) -> None:
-            self.of = stream
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training's")
-    monkeypatch.setattr(torch.cuda, "set_stream", taken.append)
-    driver: Any = SimpleNamespace(_device=torch.device("cuda", 0), _stream=None)
-    for _ in range(40):
-        Overlapped._after_what_is_queued(driver)()
-    assert len(made) == 1 and taken == made * 40
-    assert made[0].waits == ["training's"] * 40
-
-
 # -- Moves within a rank overwrite nothing before it is read; messages of a record hold every byte of it once
 
 
@@ -360,10 +309,16 @@ def test_large_rows_are_sent_from_their_place_and_small_ones_together(
     assert [run.direct for run in segments_of(record, torch.device("meta"))] == [False], "rows of another device"
 
 
-def test_rows_that_may_be_elsewhere_on_other_ranks_are_packed_everywhere() -> None:
-    rows = tuple(torch.zeros(DIRECT_BYTES, dtype=torch.uint8) for _ in range(2))
-    for varies in (False, True):
-        (run,) = segments_of(
-            record_of(ExpertTensor("w/exp_avg", rows, "optimizer_state", varies_in_device=varies)), CPU
-        )
-        assert run.direct != varies
+def test_memory_of_a_migration_is_reserved_without_a_look_at_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four experts change ranks in the first layer, and two rows of this rank change places in the second."""
+    current = Placement.initial(2, 4, 2, 0)
+    slots = np.array([[0, 2, 1, 3], [1, 0, 2, 3]], dtype=np.int32)
+    schedule = make_schedule(current, Placement(slots, 4, 2, slots), (128, 128), 1 << 20)
+    up, down = torch.zeros(2, 3), torch.zeros(2, 5, dtype=torch.float64)
+    of_layer = RecordFormat((ExpertTensor("up", up, "parameter"), ExpertTensor("down", down, "parameter")))
+    records = Records({0: of_layer, 1: of_layer}, (128, 128), (0, 0))
+    host: Any = SimpleNamespace(device=torch.device("cpu"), empty=lambda size: torch.empty(size, dtype=torch.uint8))
+    executor = RoundExecutor(host, current.home_rows(), 0, host.device, 0)
+    monkeypatch.setattr(RecordFormat, "piece", Mock(side_effect=AssertionError("an expert by itself")))
+    executor.reserve(schedule, records)
+    assert [memory.numel() for memory in executor.memory] == [128, 128, 40]

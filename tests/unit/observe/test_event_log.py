@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observed import job, records, start, troubles
+from observed import CONFIG, RANKS, TOPOLOGY, job, records, start, troubles
 
 from eplb_runtime.events import EventLog
+from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import start as observer_module
 from eplb_runtime.observe.events_file import NAME, LineFile, holds_events, read_events, to_json
 from eplb_runtime.observe.records import Record
-from eplb_runtime.observe.start import Observer
+from eplb_runtime.observe.start import Shown
 from eplb_runtime.utils.files import FileError
 
 
@@ -106,7 +107,8 @@ def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
 def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One that hangs costs events, one that fails is told of once, and the others get all."""
     monkeypatch.setattr(observer_module, "MOST_WAITING", 4)
-    observer, log, go_on = Observer(start()), EventLog(), threading.Event()
+    observer = Shown(CONFIG, TOPOLOGY, start(), RANKS, lambda: Progress(17, 0.25, 1.0))
+    log, go_on = EventLog(), threading.Event()
     got: list[Record] = []
 
     def fails(record: Record) -> None:
@@ -117,9 +119,7 @@ def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, capl
         go_on.wait(30)
 
     begun = threading.Event()
-    observer.add("the one that fails", fails, close=lambda: fails({}))
-    observer.add("the one that hangs", hangs)
-    observer.add("the one that works", got.append)
+    observer.sinks |= {"the one that fails": fails, "the one that hangs": hangs, "the one that works": got.append}
     log.called_at_once.append(observer.hear)
     log.emit(troubles(1)[0])
     assert begun.wait(30)

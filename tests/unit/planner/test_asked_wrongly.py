@@ -44,6 +44,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": ({"load": LOAD[0]}, "shape"),
     "experts that ranks do not divide": ({"load": LOAD[:, :6]}, "evenly"),
     "letters": ({"load": [["a"] * 8]}, "numbers"),
+    "no number": ({"load": LOAD * [1, float("nan"), *[1] * 6]}, "layer 0, expert 1"),
+    "no end": ({"load": LOAD * [1, 1, float("inf"), *[1] * 5]}, "layer 0, expert 2"),
+    "less than nothing": ({"load": LOAD - 2}, "layer 0, expert 0"),
     "complex counts": ({"load": LOAD * 1j}, "not an array of numbers"),
     "nan moves": ({"max_moves": float("nan")}, "max_moves=nan: give a whole number"),
     "half a move": ({"max_moves": 2.5}, "max_moves=2.5: give a whole number"),
@@ -80,7 +83,7 @@ def test_a_share_is_no_more_than_the_step() -> None:
     assert CostModel(moe_share=1.0).moe_share == 1.0
     with pytest.raises(ValueError, match=r"moe_share=1\.5: give a share of the step"):
         CostModel(moe_share=1.5)
-    with pytest.raises(ValueError, match="give all of one step"):
+    with pytest.raises(ValueError, match="give all three for one step"):
         CostModel(step_seconds=1e-310, crossing_seconds=1.0)
 
 

@@ -70,12 +70,6 @@ def test_a_router_that_wanders_stops_moving_experts() -> None:
     assert train(wandering(0, 40, keeps=0.0), False)["moves"] <= 1, "what is noise alone is seen by the gate"
 
 
-def test_a_steady_load_is_moved_as_ever() -> None:
-    share = np.random.default_rng(2).dirichlet(np.full(EXPERTS, 2.0), LAYERS)
-    load = np.array([[np.random.default_rng(step).multinomial(20_000, row) for row in share] for step in range(12)])
-    assert train(load, True) == train(load, False)
-
-
 @pytest.fixture
 def turned() -> tuple[np.ndarray, Plan]:
     """A load, and a plan that is better by 0.5."""
@@ -117,15 +111,7 @@ def test_a_record_that_was_saved_is_trusted_as_before(turned: tuple[np.ndarray, 
 
 @pytest.mark.parametrize(
     "broken",
-    [
-        "text",
-        {"a": 1},
-        [[1, 2, 3]],
-        [[0.5, float("nan"), 1, 1.0]],
-        [[0.5, 0.1, 0, 1.0]],
-        [[0.5, 0.1, 10**400, 1.0]],
-        [[0.5, 0.1, 1, 0.5]] * 101,
-    ],
+    ["text", [[1, 2, 3]], [[0.5, float("nan"), 1, 1.0]], [[0.5, 0.1, 0, 1.0]], [[0.5, 0.1, 1, 0.5]] * 101],
 )
 def test_a_saved_record_that_is_broken_changes_nothing(turned: tuple[np.ndarray, Plan], broken: object) -> None:
     record = TrackRecord()

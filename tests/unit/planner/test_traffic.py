@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from placements import some_homes
 
 from eplb_runtime.moe.routing import sources
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.moe.routing.water_filling import split_totals
-from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, evaluate, plan
 from eplb_runtime.planner.api import checked_sources
 from eplb_runtime.planner.evaluate import UNITS, in_units, predicted_imbalance, rank_load
 from eplb_runtime.planner.traffic import crossing_share, received
-from eplb_runtime.tools.simulate import StepModel
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(8, 4)
@@ -89,34 +89,18 @@ def test_a_move_for_nearness_alone_is_taken_when_it_pays_and_left_when_it_does_n
     assert plan(load, TOPOLOGY, cost=CostModel(**cost, horizon_steps=1), **asked).decision == "stay"
 
 
-def test_the_step_model_counts_tokens_that_travel() -> None:
-    load, _ = domains()
-    model, mean = StepModel(), load[0].sum(axis=1) / 8
-    start = Placement.initial(LAYERS, EXPERTS, 8)
-    busiest = predicted_imbalance(load[0], start) * mean
-    alike = received(load[0], start, TOPOLOGY)
-    assert model.seconds(busiest, TOPOLOGY, alike) == pytest.approx(model.seconds(busiest, TOPOLOGY))
-
-
 # -- What a placement makes of a load, without anything that is compiled where no copies stand
 
 
-@st.composite
-def _loads(draw: st.DrawFn) -> tuple[np.ndarray, Placement]:
-    ranks, homes, layers = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    load = generator.lognormal(0.0, 2.0, (layers, ranks * homes)) * (generator.random((layers, ranks * homes)) > 0.2)
-    start = Placement.initial(layers, ranks * homes, ranks, draw(st.integers(0, 2)))
-    orders = np.stack([generator.permutation(ranks * homes) for _ in range(layers)])
-    stands = start.physical_to_logical
-    slots = np.where(stands == EMPTY, EMPTY, np.take_along_axis(orders, np.maximum(stands, 0), axis=1))
-    home = np.take_along_axis(start.require_homes(), np.argsort(orders, axis=1), axis=1)
-    return load * draw(st.sampled_from([1.0, 1e6])), Placement(slots, ranks * homes, ranks, home)
-
-
-@given(_loads())
-def test_without_copies_rank_loads_are_those_of_the_split(drawn: tuple[np.ndarray, Placement]) -> None:
-    load, placement = drawn
+@given(
+    st.integers(0, 2**32),
+    st.tuples(st.integers(1, 4), st.integers(1, 8), st.integers(1, 6), st.integers(0, 2)),
+    st.sampled_from([1.0, 1e6]),
+)
+def test_without_copies_rank_loads_are_those_of_the_split(seed: int, shape: tuple[int, ...], scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    placement = some_homes(rng, *shape, share_empty=1.0)
+    load = rng.lognormal(0.0, 2.0, placement.home.shape) * (rng.random(placement.home.shape) > 0.2) * scale
     tables = SplitTables.of(placement)
     split = tables.sum_by_rank(split_totals(in_units(load), tables)) / UNITS * load.sum(axis=1, keepdims=True)
     assert np.allclose(rank_load(load, placement), split)

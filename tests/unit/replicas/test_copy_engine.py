@@ -6,11 +6,11 @@ by one, of whichever stream has one that is ready. Only signals hold ranks toget
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -276,7 +276,8 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
     for number in range(RANKS):
         recorder = Recorder()
         memories.append(Memory(number, depth, recorder, signals, memories))
-        with replaced_sides(recorder):
+        names = iter(["weights", "gradients"])
+        with patch.object(copy_engine, "CopyStream", lambda device, of=recorder, names=names: Side(of, next(names))):
             engine = CopyEngine(memories[-1], 0, torch.device("cpu"), Nowhere())  # type: ignore[arg-type]
         gradients = engine.zeros((REPLICAS, 1), torch.float32, torch.device("cpu"))
         banks = [Bank(number, engine, gradients) for _ in range(LAYERS)]
@@ -291,16 +292,6 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
     carry_out([rank.recorder.given for rank in ranks], rng, one_queue)
     assert not any(signals.values()), "every signal was taken"
     return [check for rank in ranks for check in rank.checks]
-
-
-@contextmanager
-def replaced_sides(recorder: Recorder) -> Iterator[None]:
-    names = iter(["weights", "gradients"])
-    before, copy_engine.CopyStream = copy_engine.CopyStream, lambda device: Side(recorder, next(names))  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        copy_engine.CopyStream = before  # type: ignore[misc]
 
 
 def carry_out(given: list[list[Operation]], rng: np.random.Generator, one_queue: bool) -> None:

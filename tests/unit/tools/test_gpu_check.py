@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from eplb_runtime.distributed.transports.base import TransportError
-from eplb_runtime.tools.doctor import links, machine
-from eplb_runtime.tools.doctor.links import try_transports
-from eplb_runtime.tools.launch import process_group
+from eplb_runtime.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "launch" / "gpu_check.py"
@@ -51,7 +48,7 @@ def test_what_failed_or_was_cut_is_in_the_status_of_every_call_and_runs_when_ask
     result, mended = tmp_path / "result.md", tmp_path / "mended"
     stages = [
         stage(check, "fails", f"import os; print('the reason'); raise SystemExit(not os.path.exists({str(mended)!r}))"),
-        stage(check, "hangs", "import time; print('so far', flush=True); time.sleep(600)", seconds=2.0),
+        stage(check, "hangs", "import time; print('so far', flush=True); time.sleep(600)", seconds=8.0),
         stage(check, "passes", "print('all well')"),
     ]
     expected = {"fails": "failed", "hangs": "cut", "passes": "passed"}
@@ -71,7 +68,7 @@ def test_a_stage_that_the_end_of_a_call_cuts_runs_again_in_the_next(
         f"open({str(begun)!r}, 'w'); time.sleep(0 if seen else 600)"
     )
     stages = [stage(check, "long", code), stage(check, "late", "pass")]
-    assert check.run_call(stages, result, 3.0) == {"long": "unfinished", "late": "not run"}
+    assert check.run_call(stages, result, 12.0) == {"long": "unfinished", "late": "not run"}
     assert set(check.run_call(stages, result, 60).values()) == {"passed"}
 
 
@@ -80,32 +77,20 @@ def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleTy
     for call, most in enumerate(check.CALL_SECONDS):
         assert sum(one.seconds for one in check.STAGES if one.call == call) <= most <= (570 if call else 300)
     for one in check.STAGES:
-        assert all((ROOT / part).exists() for part in one.command if part.startswith("tests/"))
+        files = [ROOT / part for part in one.command if part.startswith("tests/")]
+        text = "".join(path.read_text() for path in [*files, ROOT / "tests/transport_contract.py"])
+        words = re.findall(r"\w+", one.command[-1]) if "-k" in one.command else []
+        assert [word for word in words if word not in text and word not in ("and", "or", "not")] == [], "no test has it"
 
 
 # -- What the doctor says of a machine: compiled code, what carries experts
 
 
 def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(machine, "is_compiled", lambda: False)
-    assert "not compiled" in machine.compiled().why and machine.compiled().usable
-    monkeypatch.setattr(machine, "is_compiled", lambda: True)
-    assert machine.compiled().why == f"compiled, in {tmp_path}"
-    monkeypatch.setattr(machine, "compiles", lambda: False)
-    assert not machine.compiled().usable
-
-
-def test_a_transport_says_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> Any:
-        raise TransportError("no such wire\nand more")
-
-    def missing(*arguments: object) -> Any:
-        raise ImportError("pip install wire")
-
-    monkeypatch.setattr(links, "TRANSPORTS", {"torch": links.TRANSPORTS["torch"], "broken": broken, "missing": missing})
-    with process_group("cpu") as here:
-        found = {carrier.name: carrier for carrier in try_transports(here)}
-    assert found["torch"].usable and found["torch"].intra_node_gb_per_second is None
-    assert (found["broken"].usable, found["broken"].why) == (False, "rank 0: no such wire")
-    assert (found["missing"].usable, found["missing"].why) == (False, "rank 0: pip install wire")
+    monkeypatch.setattr(doctor, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "is_compiled", lambda: False)
+    assert "not compiled" in doctor.compiled().why and doctor.compiled().usable
+    monkeypatch.setattr(doctor, "is_compiled", lambda: True)
+    assert doctor.compiled().why == f"compiled, in {tmp_path}"
+    monkeypatch.setattr(doctor, "compiles", lambda: False)
+    assert not doctor.compiled().usable

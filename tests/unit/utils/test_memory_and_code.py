@@ -23,8 +23,8 @@ from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import write_placement
 from eplb_runtime.tools.formats.loads import write_load
-from eplb_runtime.utils import files, worker
 from eplb_runtime.utils import jit as module
+from eplb_runtime.utils import worker
 from eplb_runtime.utils.checksums import block_hashes, checksum, hashed_blocks, host_array
 from eplb_runtime.utils.files import FileError, require_readable, require_writable, write_file
 from eplb_runtime.utils.jit import folder_for, remove_older
@@ -236,23 +236,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         write(tmp_path / name)
     assert (tmp_path / name).read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-@each_writer
-def test_until_the_end_the_old_file_stands(tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, write = WRITERS[writer]
-    (tmp_path / name).write_text("old")
-    seen = []
-    real = os.replace
-
-    def spy(source: Path, target: Path) -> None:
-        seen.append((Path(source).parent, Path(target), (tmp_path / name).read_text()))
-        real(source, target)
-
-    monkeypatch.setattr(files.os, "replace", spy)
-    write(tmp_path / name)
-    assert seen == [(tmp_path, tmp_path / name, "old")]
-    assert (tmp_path / name).stat().st_size > 0
 
 
 def test_a_file_that_is_replaced_keeps_its_permissions_and_a_new_one_gets_the_usual(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_thread_works_on_the_models_gpu_from_its_first_call_on(monkeypatch: py
 def test_a_device_that_has_no_end_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: end.wait(60))
-    with pytest.raises(TransportError, match="not done in time"):
+    with pytest.raises(TransportError, match="did not end in time"):
         progress.synchronize(SECOND_GPU, time.monotonic())
     end.set()
 
@@ -148,12 +148,12 @@ def joined() -> tuple[_AgentWindow, Agent, HeldStream]:
     return window, agent, stream
 
 
-def test_nothing_is_sent_before_the_device_has_packed_it(joined: Any) -> None:
+def test_nothing_is_sent_nor_a_peer_told_of_room_before_the_device_has_packed_it_and_copied_out(joined: Any) -> None:
     window, agent, stream = joined
     window.write(1, 1, torch.ones(8, dtype=torch.uint8))
-    has_left = window.tell(1, ARRIVED, 1)
+    has_left, told = window.tell(1, ARRIVED, 1), window.tell(1, TAKEN, 3)
     window.notes()
-    assert not agent.writes and not agent.sent
+    assert not agent.writes and not agent.sent and not told()
     stream.done = True
     window.notes()
     ((_, (own,), (theirs,), name, note),) = agent.writes
@@ -161,17 +161,7 @@ def test_nothing_is_sent_before_the_device_has_packed_it(joined: Any) -> None:
     assert (name, _NOTE.unpack(note)) == (PEER, (ARRIVED, 1)) and not has_left()
     agent.state = "DONE"
     window.notes()
-    assert has_left() and not agent.sent
-
-
-def test_a_peer_is_told_of_room_only_when_the_device_has_copied_out(joined: Any) -> None:
-    window, agent, stream = joined
-    told = window.tell(1, TAKEN, 3)
-    window.notes()
-    assert not told() and not agent.sent
-    stream.done = True
-    window.notes()
-    assert told() and agent.sent == [(TAKEN, 3)]
+    assert has_left() and told() and agent.sent == [(TAKEN, 3)]
 
 
 def test_a_piece_counts_when_those_before_it_are_here(joined: Any) -> None:

@@ -9,12 +9,12 @@ import os
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import deepep_double
 import pytest
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 
 from eplb_runtime.config import (
     BalancerConfig,
@@ -22,10 +22,10 @@ from eplb_runtime.config import (
     DispatchConfig,
 )
 from eplb_runtime.distributed.transports import deepep_package, nvshmem
-from eplb_runtime.moe.dispatch import wire_format
+from eplb_runtime.moe.dispatch import choosing, wire_format
 from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
-from eplb_runtime.moe.dispatch.deepep_low_latency import LowLatency
+from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, LowLatency
+from eplb_runtime.topology import Topology
 
 SOURCE = "EPLB_RUNTIME_DEEPEP_SOURCE"
 """A folder with DeepEP's Python sources, if the package is not installed."""
@@ -169,6 +169,15 @@ def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyP
         by_name.carrier(rows, weights)
 
 
+def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "lacks", lambda *_: "")
+    monkeypatch.setattr(choosing, "gather_bytes", lambda word, *_: [word])
+    rest: Any = None, Topology(2, 2), 129, torch.device("cpu"), 30.0
+    auto, named = (choosing.choose_together(BalancerConfig(dispatch=name), *rest) for name in ("auto", "deepep"))
+    assert auto.name == "all_to_all" and "up to 128 slots a rank here, not 129" in auto.why and not auto.problem
+    assert "up to 128 slots a rank here, not 129" in named.problem
+
+
 def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
     def dispatch(self: object, x: torch.Tensor) -> None: ...
 
@@ -180,17 +189,9 @@ def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match="logical order"):
-        BalancerConfig(dispatch=DispatchConfig(combine_order="by_rank"))
-    for dispatch in ("all_to_all", "hierarchical", "auto"):
-        with pytest.raises(ConfigError, match="only 'deepep' carries it"):
-            BalancerConfig(dispatch=DispatchConfig(dispatch, dtype="float8"))
-    for tokens in (-4, 6, 512):
+    for tokens in (6, 512):
         with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
             BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="by_rank", low_latency_tokens=tokens))
-    for setting in ({"dispatch": "deepep"}, {"dispatch": "hierarchical", "combine_order": "by_rank"}):
-        with pytest.raises(ConfigError, match="need dispatch='deepep' and combine_order='by_rank'"):
-            config_from_settings({"low_latency_tokens": 128, **setting})
     with pytest.raises(ConfigError, match="even"):
         BalancerConfig(dispatch=DispatchConfig(sms=7))
     with pytest.raises(ConfigError, match="combine_order='both' is unknown"):

@@ -18,6 +18,7 @@ from eplb_runtime.moe.experts.record import ALIGNMENT, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors, why_not_written
 from eplb_runtime.utils.checksums import as_bytes, checksum
 
+ON_GPU = torch.cuda.is_available()
 ELEMENT_WISE = {
     "SGD": {"momentum": 0.9},
     "Adam": {"amsgrad": True},
@@ -52,32 +53,36 @@ def test_every_tensor_that_an_optimizer_keeps_per_element_is_found(name: str) ->
     assert all(found[key] is kept[key] for key in kept), "state must be written in place"
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
-def test_optimizers_that_mix_experts_are_refused(name: str) -> None:
-    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.randn(4, 3))])
-    with pytest.raises(OptimizerStateError, match=name):
-        check_elementwise(optimizer)
+class Steps(torch.optim.Optimizer):
+    """Gradient descent by ``change``."""
 
-
-class PerTensorTrust(torch.optim.SGD):
-    """As LAMB does: the step is scaled by norms over the whole tensor."""
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(group["lr"] * parameter.norm() / parameter.grad.norm() * parameter.grad)
+                if parameter.grad is not None:
+                    parameter.sub_(self.change(parameter, group), alpha=group["lr"])
+
+    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        return parameter.grad
 
 
-class OneNorm(torch.optim.SGD):
+class PerTensorTrust(Steps):
+    """As LAMB does: the step is scaled by norms over the whole tensor."""
+
+    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        return parameter.norm() / parameter.grad.norm() * parameter.grad
+
+
+class OneNorm(Steps):
     """The step is scaled by a norm over all tensors."""
 
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-        for parameter in parameters:
-            parameter.sub_(self.param_groups[0]["lr"] / norm * parameter.grad)
+    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        norms = [one.grad.norm() for of in self.param_groups for one in of["params"]]
+        return parameter.grad / torch.stack(norms).norm()
 
 
 def test_an_optimizer_is_judged_by_what_it_does_and_not_by_its_name() -> None:
@@ -105,13 +110,6 @@ def test_experts_that_are_matrices_of_their_own_are_tried_so(caplog: pytest.LogC
         check_elementwise(OneNorm(parameters, lr=0.1), each=True)
 
 
-def test_biases_of_experts_in_one_matrix_are_tried_as_such() -> None:
-    stacked = [nn.Parameter(torch.randn(4, 3))]
-    check_elementwise(torch.optim.AdamW(stacked))
-    with pytest.raises(OptimizerStateError, match="Muon mixes the experts of a tensor"):
-        check_elementwise(torch.optim.Muon(stacked))
-
-
 def test_state_of_another_shape_is_refused() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 5))
     with pytest.raises(OptimizerStateError, match="cannot be split by expert"):
@@ -119,16 +117,13 @@ def test_state_of_another_shape_is_refused() -> None:
     assert not is_per_expert("step", torch.tensor(3.0), parameter)
 
 
-class KeepsAList(torch.optim.SGD):
+class KeepsAList(Steps):
     """As optimizers with a history of gradients do, or with one preconditioner for each dimension."""
 
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                kept = self.state[parameter].setdefault("history", {"last": [torch.zeros_like(parameter)]})
-                parameter.sub_(kept["last"][0] + parameter.grad, alpha=group["lr"])
-                kept["last"][0].copy_(parameter.grad)
+    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        kept = self.state[parameter].setdefault("history", {"last": [torch.zeros_like(parameter)]})
+        before, kept["last"][0] = kept["last"][0], parameter.grad.clone()
+        return before + parameter.grad
 
 
 def test_state_inside_of_containers_is_refused_because_it_would_stay_behind() -> None:
@@ -214,35 +209,34 @@ def test_gradients_left_behind_may_be_zeroed_but_not_used() -> None:
     assert not registry.has_left_behind
 
 
-def test_gradients_that_move_along_may_be_used() -> None:
-    registry, parameter = left_behind(move_gradients=True)
-    registry.refuse_left_behind(parameter)
-    assert [t.name for t in registry.of_home(0)] == ["w", "w/grad"]
-
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
 
 
-def layout_of(rows: int = 3) -> tuple[RecordFormat, list[torch.Tensor]]:
-    tensors = [torch.randint(0, 100, (rows, 5, 7)).to(dtype) for dtype in DTYPES] + [torch.randn(rows)]
+def layout_of(device: str) -> tuple[RecordFormat, list[torch.Tensor]]:
+    tensors = [torch.randint(0, 100, (3, 5, 7)).to(device, dtype) for dtype in DTYPES]
+    tensors += [torch.randn(3, device=device), torch.randn(3, 600, 1000, device=device)]
     named = [ExpertTensor(f"t{i}", tensor, "buffer") for i, tensor in enumerate(tensors)]
     return RecordFormat(tuple(named)), tensors
 
 
-def test_a_record_carries_every_bit_of_every_dtype() -> None:
-    record_format, tensors = layout_of()
-    before = [tensor.clone() for tensor in tensors]
-    record = torch.zeros(record_format.nbytes, dtype=torch.uint8)
+@pytest.mark.parametrize(("device", "by"), [("cpu", "cpu"), *[("cuda", "cpu"), ("cuda", "cuda")] * ON_GPU])
+def test_a_record_carries_every_bit_of_every_dtype(device: str, by: str) -> None:
+    """By a GPU's memory, and by pinned memory of the host's."""
+    record_format, tensors = layout_of(device)
+    before, addresses = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
+    record = torch.zeros(record_format.nbytes, dtype=torch.uint8, device=by, pin_memory=device != by)
     record_format.row(2).pack(record)
     record_format.row(0).unpack(record)
     for old, new in zip(before, tensors, strict=True):
         assert torch.equal(as_bytes(new[0]), as_bytes(old[2]))
         assert torch.equal(as_bytes(new[1:]), as_bytes(old[1:])), "another expert's row was touched"
     assert all(shard.offset % ALIGNMENT == 0 for shard in record_format.row(0).shards)
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
 
 
-def test_a_checksum_notices_every_single_bit() -> None:
-    data = torch.randint(0, 256, (100,), dtype=torch.uint8)
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * ON_GPU])
+def test_a_checksum_notices_every_single_bit(device: str) -> None:
+    data = torch.randint(0, 256, (100,), dtype=torch.uint8, device=device)
     whole = checksum([data[:60], data[60:]])
     for position in range(100):
         for bit in range(8):
@@ -269,23 +263,6 @@ def test_weights_that_are_emptied_between_phases_do_not_move_as_nothing() -> Non
 # -- Optimizers as they are tried at attach: those of their own groups that hold experts, with their options
 
 
-class Steps(torch.optim.Optimizer):
-    """Gradient descent by ``change``."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(self.change(parameter, group), alpha=group["lr"])
-
-    def change(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return parameter.grad
-
-
 class MixesIn(Steps):
     """A group that says so."""
 
@@ -297,8 +274,8 @@ class MixesIn(Steps):
 
 
 class Inside(Steps):
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, lr)
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
         self.inner = torch.optim.Adam(self.param_groups)
 
 
@@ -321,21 +298,23 @@ def test_an_optimizer_is_tried_with_the_options_of_the_groups_that_hold_experts(
     check_elementwise(torch.optim.Adafactor([dense]), {id(one)})
 
 
-def test_an_optimizer_that_draws_random_numbers_is_warned_of_and_not_called_mixing(
+def test_an_optimizer_that_draws_random_numbers_is_warned_of_and_leaves_them_as_they_were(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]  # noqa: NPY002
     check_elementwise(Rounds([experts()]))
     assert ["it draws random numbers" in record.getMessage() for record in caplog.records] == [True]
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert np.array_equal(states[2], np.random.get_state()[1])  # noqa: NPY002
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "AdamW"])
-def test_small_steps_hide_no_mixing(name: str) -> None:
-    optimizer = getattr(torch.optim, name)([experts()], lr=1e-9)
-    if name == "AdamW":
-        check_elementwise(optimizer)
-    else:
+@pytest.mark.parametrize("lr", [1e-2, 1e-9])
+def test_optimizers_of_torch_that_mix_experts_are_refused_however_small_their_steps(lr: float) -> None:
+    check_elementwise(torch.optim.AdamW([experts()], lr=lr))
+    biases = nn.Parameter(torch.randn(4, 3))  # of experts in one matrix
+    for mixing in (torch.optim.Adafactor([experts()], lr=lr), torch.optim.Muon([biases], lr=lr)):
         with pytest.raises(OptimizerStateError, match="mixes the experts"):
-            check_elementwise(optimizer)
+            check_elementwise(mixing)
 
 
 def test_an_optimizer_around_another_is_refused_unless_they_share_their_state() -> None:
@@ -344,10 +323,3 @@ def test_an_optimizer_around_another_is_refused_unless_they_share_their_state() 
     shared = Inside([experts()])
     shared.inner.state = shared.state
     check_elementwise(shared)
-
-
-def test_a_trial_leaves_random_numbers_as_they_were() -> None:
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]  # noqa: NPY002
-    check_elementwise(Rounds([experts()]))
-    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
-    assert np.array_equal(states[2], np.random.get_state()[1])  # noqa: NPY002

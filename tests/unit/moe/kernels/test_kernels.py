@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ from eplb_runtime.moe.kernel_selection import CheckedKernel
 from eplb_runtime.moe.routing.kernels import torch_count_and_map
 from eplb_runtime.moe.routing.splitter import count_choices
 
-HERE = Path(__file__).parent
+NEEDS_TRITON = pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
 MODULES = ("moe.dispatch.kernels", "moe.routing.kernels")
 
 
-@pytest.mark.skipif(util.find_spec("triton") is None, reason="no triton: pip install triton")
+@NEEDS_TRITON
 def test_kernels_compile_for_gpus_that_are_not_here() -> None:
     """What the interpreter lets through need not be what the compiler takes."""
-    done = subprocess.run([sys.executable, str(HERE / "compile_all.py")], capture_output=True, text=True, timeout=250)
+    command = [sys.executable, str(Path(__file__).with_name("compiled_kernels.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == ["80", "90", "100"]
 
@@ -87,5 +88,12 @@ def test_a_kernel_is_used_once_a_batch_with_rows_was_the_same() -> None:
 # -- Kernels in Triton's interpreter
 
 
-def test_kernels_give_what_their_references_give(interpreted: Callable[..., None]) -> None:
-    interpreted("interpreted.py", "interpreted_moves.py")
+@NEEDS_TRITON
+def test_kernels_give_what_their_references_give() -> None:
+    """In a process of its own: Triton must be told before it is imported, and serves no GPU then."""
+    file = str(Path(__file__).with_name("interpreted.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "failed" not in done.stdout

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from eplb_runtime.moe.routing import lookup
+from eplb_runtime.moe.routing import splitter as splitter_module
+from eplb_runtime.moe.routing.lookup import SlotTable, record_use
 from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
 from eplb_runtime.placement import Placement
 
@@ -55,7 +61,7 @@ def test_following_placements_gives_what_a_new_splitter_gives() -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (50, 2)))
     counts_RE = np.stack([following.counts(ids)[0].numpy(), np.array([7, 30, 1, 62])])
     for placement in (*PLACEMENTS, PLACEMENTS[0]):
-        following.follow(placement)
+        following.prepare(placement, range(placement.num_layers))()
         fresh = splitter(placement)
         for layer in range(3):
             assert following.splits(layer) == fresh.splits(layer) == (placement.copy_count[layer].max() > 1)
@@ -64,3 +70,28 @@ def test_following_placements_gives_what_a_new_splitter_gives() -> None:
             assert torch.equal(slots, expected_slots)
             assert np.array_equal(counts.sent_P, expected.sent_P)
             assert np.array_equal(counts.received_RS, expected.received_RS)
+
+
+# -- Tables that a worker's stream has made are read on the stream that trains, and are not freed under it
+
+
+def test_memory_on_a_device_is_held_for_the_stream_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"training on {device}")
+    for kind in ("cuda", "cpu"):
+        record_use(SimpleNamespace(device=torch.device(kind), record_stream=held.append))  # type: ignore[arg-type]
+    assert held == ["training on cuda"]
+
+
+@pytest.mark.parametrize("kind", ["table", "splitter"])
+def test_a_table_is_held_when_it_is_taken_over_and_not_before(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    used: list[torch.Tensor] = []
+    for module in (lookup, splitter_module):
+        monkeypatch.setattr(module, "record_use", lambda *tensors: used.extend(tensors))
+    placement = Placement.initial(1, 4, 2) if kind == "table" else HOME
+    maps: Any = SlotTable(placement, torch.device("cpu")) if kind == "table" else splitter(placement)
+    used.clear()
+    take_over = maps.prepare(placement, [0])
+    assert not used
+    take_over()
+    assert len(used) == (2 if kind == "table" else 1), "the map and its index; the slots"

@@ -6,31 +6,17 @@ import numpy as np
 import pytest
 import torch
 import water_filling_torch
+from benchmarks.planner.exact import lowest_peaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
+from placements import some_homes
 
 from eplb_runtime.moe.routing import water_filling
 from eplb_runtime.moe.routing.sources import SplitSettings, split_for_rank
 from eplb_runtime.moe.routing.tables import SplitTables
-from eplb_runtime.placement import EMPTY, Placement
+from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.topology import Topology
-
-
-def random_placement(generator: np.random.Generator, layers: int, ranks: int, homes: int, replicas: int) -> Placement:
-    """Homes in logical order, random replicas where they may stand."""
-    start = Placement.initial(layers, ranks * homes, ranks, replicas)
-    slots = start.physical_to_logical.reshape(layers, ranks, -1).copy()
-    for layer in range(layers):
-        for rank in range(ranks):
-            foreign = np.setdiff1d(np.arange(ranks * homes), slots[layer, rank])
-            chosen = generator.permutation(foreign)[:replicas]
-            slots[layer, rank, homes : homes + len(chosen)] = np.where(
-                generator.random(len(chosen)) < 0.8, chosen, EMPTY
-            )
-    return Placement(slots.reshape(layers, -1), ranks * homes, ranks, start.home)
 
 
 def rank_loads(quota_EC: np.ndarray, slot_EC: np.ndarray, placement: Placement) -> np.ndarray:
@@ -38,32 +24,6 @@ def rank_loads(quota_EC: np.ndarray, slot_EC: np.ndarray, placement: Placement) 
     there = slot_EC >= 0
     np.add.at(loads, slot_EC[there] // placement.slots_per_rank, quota_EC[there])
     return loads
-
-
-def optimum(
-    totals_E: np.ndarray, slot_EC: np.ndarray, placement: Placement, speed_R: np.ndarray | float = 1.0
-) -> float:
-    """The exact minimum of the busiest rank's load, or of the slowest rank's time, by HiGHS."""
-    expert, copy = np.nonzero(slot_EC >= 0)
-    rank = slot_EC[expert, copy] // placement.slots_per_rank
-    count = len(expert)
-    variables = np.arange(count)
-    at_most = coo_matrix(
-        (
-            np.r_[np.ones(count), -np.ones(placement.num_ranks) * speed_R],
-            (np.r_[rank, np.arange(placement.num_ranks)], np.r_[variables, np.full(placement.num_ranks, count)]),
-        )
-    )
-    exactly = coo_matrix((np.ones(count), (expert, variables)), shape=(len(totals_E), count + 1))
-    solved = linprog(
-        np.r_[np.zeros(count), 1.0],
-        A_ub=at_most,
-        b_ub=np.zeros(placement.num_ranks),
-        A_eq=exactly,
-        b_eq=totals_E,
-        method="highs",
-    )
-    return float(solved.fun)
 
 
 def planned_for(load: np.ndarray, generator: np.random.Generator) -> tuple[Placement, np.ndarray]:
@@ -84,36 +44,35 @@ scales = st.sampled_from([0, 1, 7, 1000, 10**6, 10**12])
 
 
 @settings(max_examples=30, deadline=None)
-@given(shape=shapes, scale=scales, mode=st.sampled_from(["water_filling", "even"]), locality=st.booleans())
-def test_quotas_sum_exactly(shape, scale, mode, locality) -> None:
+@given(shape=shapes, scale=scales)
+def test_quotas_sum_exactly(shape, scale) -> None:
     seed, ranks, homes, replicas = shape
     generator = np.random.default_rng(seed)
-    placement = random_placement(generator, 1, ranks, homes, replicas)
+    placement = some_homes(generator, 1, ranks, homes, replicas)
     tables = SplitTables.of(placement)
     counts = (generator.pareto(1.0, (ranks, ranks * homes)).clip(0, 1) * scale).astype(np.int64)
     per_node = next(n for n in (4, 3, 2, 1) if ranks % n == 0)
-    options = {"ranks_per_node": per_node, "mode": mode, "locality": locality}
-    sent = every_row(counts, tables, **options)
+    sent = every_row(counts, tables, ranks_per_node=per_node)
     assert np.array_equal(sent.sum(axis=2), counts)
     assert (sent >= 0).all() and (sent[:, tables.copy_slot_LEC[0] < 0] == 0).all()
-    assert np.array_equal(sent.sum(axis=0), water_filling.split_totals(counts.sum(0)[None], tables, mode=mode)[0])
+    assert np.array_equal(sent.sum(axis=0), water_filling.split_totals(counts.sum(0)[None], tables)[0])
 
 
 @settings(max_examples=15, deadline=None)
-@given(shape=shapes, scale=scales, locality=st.booleans())
-def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale, locality) -> None:
+@given(shape=shapes, scale=scales)
+def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale) -> None:
     seed, ranks, homes, replicas = shape
     generator = np.random.default_rng(seed)
-    placement = random_placement(generator, 1, ranks, homes, replicas)
+    placement = some_homes(generator, 1, ranks, homes, replicas)
     tables = SplitTables.of(placement)
     counts = (generator.random((ranks, ranks * homes)) * scale).astype(np.int64)
-    sent = every_row(counts, tables, ranks_per_node=1, locality=locality)
+    sent = every_row(counts, tables, ranks_per_node=1)
     sent_RP = np.zeros((ranks, placement.num_slots), dtype=np.int64)
     expert, copy = np.nonzero(tables.copy_slot_LEC[0] >= 0)
     sent_RP[:, tables.copy_slot_LEC[0, expert, copy]] = sent[:, expert, copy]
     assert sent_RP.sum() == counts.sum()
     for rank in range(ranks):
-        _, told = split_for_rank(counts, tables, 0, rank, SplitSettings(1, locality=locality))
+        _, told = split_for_rank(counts, tables, 0, rank, SplitSettings(1))
         assert np.array_equal(told.received_RS, sent_RP.reshape(ranks, ranks, -1)[:, rank])
         assert np.array_equal(told.sent_P, sent_RP[rank])
 
@@ -123,7 +82,7 @@ def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale
 def test_the_busiest_rank_never_has_more_than_under_an_even_split(shape, scale) -> None:
     seed, ranks, homes, replicas = shape
     generator = np.random.default_rng(seed)
-    placement = random_placement(generator, 1, ranks, homes, replicas)
+    placement = some_homes(generator, 1, ranks, homes, replicas)
     tables = SplitTables.of(placement)
     totals = (generator.random((1, ranks * homes)) * scale).astype(np.int64)
     slots = tables.copy_slot_LEC[0]
@@ -133,30 +92,28 @@ def test_the_busiest_rank_never_has_more_than_under_an_even_split(shape, scale) 
     assert filled.sum() == even.sum() == totals.sum()
 
 
-def gaps(totals: np.ndarray, tables: SplitTables, placement: Placement, **options: int) -> np.ndarray:
-    """Percent by which each layer's busiest rank is above the optimum, but for two tokens of rounding."""
-    quotas = water_filling.split_totals(totals, tables, **options)
-    above = []
-    for quota, slots, total in zip(quotas, tables.copy_slot_LEC, totals, strict=True):
-        above.append((rank_loads(quota, slots, placement).max() - 2) / optimum(total, slots, placement) - 1)
-    return np.array(above) * 100
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_layer_comes_within_half_a_percent_of_the_linear_program(seed: int) -> None:
     generator = np.random.default_rng(seed)
     spread = generator.uniform(0.4, 1.4, (40, 1))
     placement, totals = planned_for(np.exp(spread * generator.standard_normal((40, 256))), generator)
     tables = SplitTables.of(placement)
-    assert gaps(totals, tables, placement).max() <= 0.5
-    assert gaps(totals, tables, placement, sweeps=4).max() > 0.5  # or the loads would say nothing
+    best_L = lowest_peaks(totals, tables)
+
+    def above(**options: int) -> float:
+        """Of the layer that is farthest above the optimum, but for two tokens of rounding."""
+        quotas = zip(water_filling.split_totals(totals, tables, **options), tables.copy_slot_LEC, strict=True)
+        loads_L = np.array([rank_loads(*one, placement).max() for one in quotas])
+        return float(((loads_L - 2) / best_L - 1).max())
+
+    assert above() <= 0.005 < above(sweeps=4), "or the loads would say nothing"
 
 
 def test_tokens_go_to_their_own_rank_first_then_to_their_own_node() -> None:
     placement = Placement([[0, 1, 1, 0, 2, -1, 3, 0]], 4, 4, [[0, 2, 4, 6]])
     tables = SplitTables.of(placement)
     counts = np.array([[0, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0], [30, 0, 0, 0]])
-    sent = every_row(counts, tables, ranks_per_node=2, mode="even")
+    sent = every_row(counts, tables, ranks_per_node=2)
     assert sent[:, 0].tolist() == [[0, 0, 0], [0, 30, 0], [30, 0, 0], [0, 0, 30]]
 
 
@@ -174,7 +131,7 @@ def test_a_slow_rank_gets_tokens_by_its_speed() -> None:
 def test_where_slow_ranks_cannot_be_filled_the_others_take_no_longer_than_they_must(seed: int) -> None:
     generator = np.random.default_rng(seed)
     ranks, homes = [(4, 1), (6, 1), (4, 4), (16, 4)][seed % 4]
-    placement = random_placement(generator, 1, ranks, homes, 1 + seed % 3)
+    placement = some_homes(generator, 1, ranks, homes, 1 + seed % 3)
     totals_E = (generator.pareto(1.0, ranks * homes) * 10**6).astype(np.int64)
     speed_R = generator.choice([1.0, 0.8, 0.5, 0.2], ranks)
     speed_R[0] = 1.0
@@ -182,7 +139,7 @@ def test_where_slow_ranks_cannot_be_filled_the_others_take_no_longer_than_they_m
     quota_EC = water_filling.split_totals(totals_E[None], tables, speed_R=speed_R)[0]
     assert (quota_EC.sum(axis=1) == totals_E).all()
     slowest = (rank_loads(quota_EC, tables.copy_slot_LEC[0], placement) / speed_R).max()
-    assert slowest <= 1.005 * optimum(totals_E, tables.copy_slot_LEC[0], placement, speed_R)
+    assert slowest <= 1.005 * lowest_peaks(totals_E[None], tables, speed_R)[0]
 
 
 def test_choices_fill_the_copies_in_order_of_tokens() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
 from eplb_runtime.tools.formats.convert import FORMATS, convert, fill_empty_slots, read_placement, write_placement
-from eplb_runtime.tools.formats.loads import read_load, write_load
+from eplb_runtime.tools.formats.loads import read_load
 from eplb_runtime.tools.formats.reading import FormatError
 
 LAYERS, EXPERTS, RANKS, DENSE = 3, 8, 4, 2
@@ -173,34 +171,11 @@ class NotPlain:
     """Nobody can have told torch that it is safe, as checkpoint libraries do of paths."""
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    write_load(tmp_path / "load.npz", LOAD)
-    read = read_load(tmp_path / "load.npz")
-    assert read.dtype == np.float64
-    assert np.array_equal(read, LOAD)
-
-
-@pytest.mark.parametrize("dtype", ["<f8", ">f8", "<i4", ">i2", "u1", "<f2", "g"])
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_npz_arrays_of_every_number_type_and_order_are_read(
-    tmp_path: Path, dtype: str, save: Callable[..., None], order: Literal["C", "F"]
-) -> None:
-    save(tmp_path / "load.npz", load=np.array(LOAD, dtype=dtype, order=order), other=np.arange(3))
-    assert np.array_equal(read_load(tmp_path / "load.npz"), LOAD)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint16])
 def test_tensors_of_every_number_type_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     small = torch.from_numpy(LOAD % 8)
     torch.save({"load": small.to(dtype), "logical_count": small.to(dtype)}, tmp_path / "load.pt")
     assert np.array_equal(read_load(tmp_path / "load.pt"), small)
-
-
-def test_dense_layers_are_left_out(tmp_path: Path) -> None:
-    with_dense = np.concatenate([np.zeros((2, 1, 4)), LOAD + 1], axis=1)
-    write_load(tmp_path / "load.npz", with_dense)
-    assert np.array_equal(read_load(tmp_path / "load.npz", dense_layers=1), LOAD + 1)
 
 
 def test_sglang_summary_dump_drops_passes_that_were_never_filled(tmp_path: Path) -> None:
@@ -262,9 +237,3 @@ def test_counts_beyond_whole_numbers_of_a_float_are_refused(count: float, tmp_pa
         read_load(tmp_path / "load.npz")
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, 2.0**53 - 1]]))
     assert read_load(tmp_path / "load.npz").max() == 2.0**53 - 1
-
-
-def test_shared_series_reads_as_windows_layers_experts(shared_data: Path) -> None:
-    load = read_load(shared_data / "gpt_oss_20b_expert_load_shuffled.npz")
-    assert load.shape[1:] == (24, 32)
-    assert set(load.sum(axis=2).ravel()) == {4000.0}, "1,000 tokens a window, 4 experts a token"

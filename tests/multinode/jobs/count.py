@@ -1,15 +1,15 @@
-"""Move experts and refresh copies between hosts, and count what goes through each host's cable meanwhile.
+"""Count what goes through each host's cable while experts move and copies are refreshed, or while tokens travel.
 
-The command line names a folder; each rank writes ``<folder>/counted.<rank>.json``: the topology that it attached with
-and, for each case, the bytes that left through this host's cable, the seconds that it took, and the bytes that would
-have to leave at least.
+The command line names a folder and ``experts`` or ``tokens``. Of experts each rank writes
+``<folder>/counted.<rank>.json``: the topology that it attached with and, for each case, the bytes that left through
+this host's cable and those that would have to leave at least. Of tokens the first rank writes ``<folder>/bytes.json``:
+what has left all hosts on the way there and back.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +20,12 @@ import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
 from numpy.typing import NDArray
+from torch import Tensor
 
 import eplb_runtime as eplb
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
+from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
+from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 from eplb_runtime.placement import EMPTY, Placement
 from eplb_runtime.planner.cost import CostModel
 
@@ -29,6 +33,8 @@ EXPERTS, LAYERS, WIDTH = 8, 2, 256
 WEIGHT_BYTES = 3 * WIDTH * WIDTH * 4
 RECORD_BYTES = 3 * WEIGHT_BYTES
 """Of an expert with Adam's two moments, float32."""
+RANKS_PER_HOST, SLOTS, TOKENS, HIDDEN, TOP_K = 4, 8, 256, 1024, 8
+GROUPS, TOP_GROUPS = 8, 4
 
 
 def sent_through_cable() -> int:
@@ -40,13 +46,17 @@ def sent_through_cable() -> int:
     raise OSError("this host has no eth0")
 
 
-def counted(work: Callable[[], object], least: int) -> dict[str, float]:
-    """What leaves this host while all ranks do something."""
+def counted(work: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """What ``work`` gives, and the bytes that leave this host while all ranks do it, the protocols' own among them."""
     dist.barrier()
-    before, began = sent_through_cable(), time.perf_counter()
-    work()
+    before = sent_through_cable()
     dist.barrier()
-    return {"sent": sent_through_cable() - before, "seconds": time.perf_counter() - began, "least": least}
+    result = work(*arguments)
+    dist.barrier()
+    return result, sent_through_cable() - before
+
+
+# -- experts
 
 
 def attach(replica_slots: int) -> eplb.Balancer:
@@ -73,15 +83,15 @@ def moved(balancer: eplb.Balancer, rank_LE: NDArray[np.int64]) -> Placement:
     return Placement(order_LP, EXPERTS, dist.get_world_size(), order_LP.argsort(axis=1), balancer.placement.epoch + 1)
 
 
-def migrate(balancer: eplb.Balancer, target: Placement) -> dict[str, float]:
+def migrate(balancer: eplb.Balancer, target: Placement) -> dict[str, int]:
     """Bytes of a migration; at least one record has to leave for every expert whose node changes."""
     node_size = balancer.topology.ranks_per_node
     here = dist.get_rank() // node_size
     from_LE, to_LE = (placement.home_rank // node_size for placement in (balancer.placement, target))
     leaving = int(((from_LE == here) & (to_LE != here)).sum())
-    said = counted(lambda: balancer.rebalancer._migrate(target), leaving * RECORD_BYTES)
+    _, sent = counted(balancer.rebalancer._migrate, target)
     assert balancer.placement.digest() == target.digest()
-    return {**said, "moved": int((from_LE != to_LE).sum())}
+    return {"sent": sent, "least": leaving * RECORD_BYTES}
 
 
 def planned(balancer: eplb.Balancer) -> Placement:
@@ -94,7 +104,7 @@ def planned(balancer: eplb.Balancer) -> Placement:
     return made.placement
 
 
-def refresh(balancer: eplb.Balancer) -> dict[str, float]:
+def refresh(balancer: eplb.Balancer) -> dict[str, int]:
     """Bytes of a refresh of every layer's expert 0, whose home is on the first rank, with copies on all ranks of the
     last two that have one; at least its weights have to reach each other node that has any."""
     ranks, node_size = dist.get_world_size(), balancer.topology.ranks_per_node
@@ -115,17 +125,16 @@ def refresh(balancer: eplb.Balancer) -> dict[str, float]:
         replicas.wait_all()
 
     crossings = len(nodes) if dist.get_rank() // node_size == 0 else 0
-    said = counted(work, crossings * LAYERS * WEIGHT_BYTES)
+    _, sent = counted(work)
     for bank in replicas._banks.values():
         for parameter, rows in zip(bank.parameters, bank.replicas, strict=True):
             home = parameter[0].detach().clone()
             dist.broadcast(home, src=0)
             assert dist.get_rank() < ranks - 2 or torch.equal(rows[0], home)
-    return said
+    return {"sent": sent, "least": crossings * LAYERS * WEIGHT_BYTES}
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def count_experts(folder: Path) -> None:
     balancer = attach(0)
     ranks, node_size = dist.get_world_size(), balancer.topology.ranks_per_node
     rank_LE, cases = balancer.placement.home_rank.astype(np.int64), {}
@@ -139,9 +148,74 @@ def main(folder: Path) -> None:
     cases["copies"] = refresh(balancer)
     balancer.close()
     (folder / f"counted.{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+# -- tokens
+
+
+def count_tokens(folder: Path) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    ways = {
+        "all_to_all": AllToAll(DispatchContext.of(group, SLOTS)),
+        "logical": Hierarchical(DispatchContext.of(group, SLOTS), RANKS_PER_HOST),
+        "by_rank": Hierarchical(DispatchContext.of(group, SLOTS), RANKS_PER_HOST, "by_rank"),
+    }
+    found: dict[str, dict] = {}
+    for routing in ("group-limited", "free"):
+        hidden, slots, weights = batch(rank, num_ranks, routing == "group-limited")
+        of_routing = found[routing] = {"rows": rows_that_cross(slots, rank)}
+        results = {}
+        with torch.no_grad():
+            for name, way in ways.items():
+                arrived, there = crossed(there_by, way, hidden, slots, weights)
+                results[name], back = crossed(way.combine, arrived.rows_MD, arrived)
+                of_routing[name] = {"there": there, "back": back}
+        assert torch.equal(results["logical"], results["all_to_all"])
+        torch.testing.assert_close(results["by_rank"], results["all_to_all"])
+    if rank == 0:
+        (folder / "bytes.json").write_text(json.dumps({"row_bytes": hidden[0].nbytes, **found}))
+
+
+def batch(rank: int, num_ranks: int, group_limited: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Eight experts a token: of all, or of four of the eight groups that experts stand in, one after another."""
+    generator = torch.Generator().manual_seed(rank)
+    experts = num_ranks * SLOTS
+    score = torch.rand(TOKENS, experts, generator=generator)
+    if group_limited:
+        taken = torch.rand(TOKENS, GROUPS, generator=generator).topk(TOP_GROUPS).indices
+        of_group = torch.zeros(TOKENS, GROUPS).scatter_(1, taken, 1.0)
+        score += of_group.repeat_interleave(experts // GROUPS, dim=1)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    return hidden, score.topk(TOP_K).indices, torch.rand(TOKENS, TOP_K, generator=generator)
+
+
+def rows_that_cross(slots_TK: Tensor, rank: int) -> dict[str, int]:
+    """Of all ranks: choices on other hosts, ranks there that a token visits, hosts there."""
+    of_rank_TK = slots_TK // SLOTS
+    others = [other for other in range(dist.get_world_size()) if other // RANKS_PER_HOST != rank // RANKS_PER_HOST]
+    ranks_TR = torch.stack([(of_rank_TK == other).any(dim=1) for other in others], dim=1)
+    hosts_TN = ranks_TR.view(len(slots_TK), -1, RANKS_PER_HOST).any(dim=2)
+    choices = (of_rank_TK // RANKS_PER_HOST != rank // RANKS_PER_HOST).sum()
+    numbers = torch.stack([choices, ranks_TR.sum(), hosts_TN.sum()])
+    dist.all_reduce(numbers)
+    return dict(zip(("choices", "ranks", "hosts"), numbers.tolist(), strict=True))
+
+
+def there_by(way: Dispatcher, hidden: Tensor, slots: Tensor, weights: Tensor) -> Dispatched:
+    return way.dispatch(hidden, weights, way.plan(slots))
+
+
+def crossed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """What ``work`` gives, and the bytes that have left all hosts meanwhile."""
+    result, sent = counted(work, *arguments)
+    left = torch.tensor(sent if dist.get_rank() % RANKS_PER_HOST == 0 else 0)
+    dist.all_reduce(left)
+    return result, int(left)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    dist.init_process_group("gloo")
+    {"experts": count_experts, "tokens": count_tokens}[sys.argv[2]](Path(sys.argv[1]))
+    dist.barrier()
+    dist.destroy_process_group()

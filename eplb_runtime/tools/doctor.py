@@ -1,0 +1,143 @@
+"""Parts of this machine that a job can use: versions, back ends, compiled code, and transports of experts, which are
+tried on the ranks that torchrun started, and how fast their links are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import launcher_environment
+from ..distributed import node_memory
+from ..distributed.bandwidth import measure
+from ..distributed.consensus import first_problem
+from ..distributed.process_groups import backend_for
+from ..distributed.transports import TRANSPORTS, deepep_package
+from ..distributed.transports.base import Transport, TransportError
+from ..topology import Topology
+from ..utils.errors import one_line
+from ..utils.jit import cache_folder, compiles, is_compiled
+
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "numba", "prometheus_client")
+TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Something that this package can use, and whether it can here."""
+
+    name: str
+    usable: bool
+    why: str
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("eplb-runtime", *PACKAGES):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def backends() -> tuple[Backend, ...]:
+    """Return what carries tokens and experts, and whether decisions are compiled already."""
+    gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    nccl = "torch sees no CUDA device" if has_nccl else "torch was built without it"
+    if has_nccl and torch.cuda.is_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        nccl = f"version {version}, {torch.cuda.device_count()} devices"
+    deep_ep, symmetric = deepep_package.why_not(), node_memory.why_not(torch.device("cuda"))
+    purpose = "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
+    of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
+    found = [
+        Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
+        Backend("nccl", has_nccl and torch.cuda.is_available(), nccl),
+        Backend("deep_ep", not deep_ep, deep_ep or purpose),
+        Backend("symmetric memory", not symmetric, f"{symmetric or of_copies}: it has not been run on GPUs yet"),
+        Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
+    ]
+    return (*found, compiled())
+
+
+def compiled() -> Backend:
+    """Return whether what decisions need is compiled already, and where it is kept."""
+    folder, name = cache_folder(), "numba cache"
+    shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
+    if not compiles():
+        return Backend(name, False, "numba compiles nothing here (NUMBA_DISABLE_JIT): plans take minutes")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Backend(name, False, f"{shown} cannot be written: each job compiles for itself")
+    if is_compiled():
+        return Backend(name, True, f"compiled, in {shown}")
+    return Backend(
+        name, True, f"not compiled: eplb-runtime warmup does it, or the first job while it trains, in {shown}"
+    )
+
+
+@dataclass(frozen=True)
+class TransportTrial:
+    """A transport as it was found. Bandwidths of a rank that sends and receives at once, the slowest one's; None: no
+    such link was there to measure."""
+
+    name: str
+    device: str
+    usable: bool
+    why: str
+    intra_node_gb_per_second: float | None
+    inter_node_gb_per_second: float | None
+
+
+def try_transports(device: torch.device) -> tuple[TransportTrial, ...]:
+    """Warm every transport up on the ranks of the process group and measure its links. Collective; never raises for a
+    transport that cannot be used here."""
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    try:
+        return tuple(_tried(name, device, control) for name in TRANSPORTS)
+    finally:
+        dist.destroy_process_group(control)
+
+
+def _tried(name: str, device: torch.device, control: dist.ProcessGroup) -> TransportTrial:
+    backend, made = backend_for(device), list[Transport]()
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    topology = Topology.from_launcher(launcher_environment(), dist.get_world_size())
+    steps: tuple[Callable[[], Any], ...] = (
+        lambda: made.append(TRANSPORTS[name](group, backend, device, TIMEOUT_SECONDS)),
+        lambda: made[0].warm_up(time.monotonic() + TIMEOUT_SECONDS),
+        lambda: measure(topology, made[0], dist.get_rank(), control, TIMEOUT_SECONDS),
+    )
+    found: Any = None
+    try:
+        for step in steps:
+            found, problem = _attempt(step)
+            if failed := first_problem(problem, control):
+                return TransportTrial(name, device.type, False, str(failed), None, None)
+    finally:
+        if made:
+            _attempt(made[0].close)
+        dist.destroy_process_group(group)
+    inside = None if found.ranks_per_node == 1 else found.intra_node_bandwidth / 1e9
+    between = None if found.num_nodes == 1 else found.inter_node_bandwidth / 1e9
+    ranks = found.num_ranks
+    why = f"tried on {ranks} ranks" if ranks > 1 else "made ready; start it with torchrun to measure links"
+    return TransportTrial(name, device.type, True, why, inside, between)
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
+    """Return what it gives, or why it gives nothing."""
+    try:
+        return work(), ""
+    except (TransportError, RuntimeError, ImportError, OSError, ValueError) as error:
+        return None, one_line(error)

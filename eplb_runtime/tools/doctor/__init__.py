@@ -1,1 +1,0 @@
-"""What a job will find usable on this machine."""
