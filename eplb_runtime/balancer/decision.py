@@ -25,9 +25,9 @@ from ..distributed.consensus import Agreement, maxima
 from ..distributed.control_channel import ConnectionLost
 from ..distributed.points import Phase, Probe
 from ..events import LoadMeasured, RebalancePlanned
-from ..load.aggregate import HostCopy, aggregate
+from ..load.clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
+from ..load.counter import HostCopy, aggregate
 from ..load.declared import DeclaredLoadError, summed
-from ..load.expert_clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds

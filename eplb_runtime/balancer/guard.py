@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..distributed.consensus import deviating, gather_bytes
 from ..distributed.store import StoreError
 from ..events import EventLog, GuardFinding
-from ..load.aggregate import HostCopy
+from ..load.counter import HostCopy
 from ..utils.spans import phase
 from .gradients.reduction import bit_sums
 from .loop_state import LoopHooks, LoopState

@@ -31,9 +31,8 @@ from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
-from ..load.aggregate import HostCopy
-from ..load.clock import StepClock
-from ..load.expert_clock import REST_STEPS, SAMPLED_STEPS
+from ..load.clock import REST_STEPS, SAMPLED_STEPS, StepClock
+from ..load.counter import HostCopy
 from ..migration.between_steps import migrate_between_steps
 from ..migration.engine import MigrationBroken, MigrationEngine
 from ..migration.overlapped import Overlapped
@@ -218,7 +217,7 @@ class Rebalancer(LoopHooks):
         if self._config.migration.moe_share is not None:
             return False
         interval = self._config.interval
-        if self._expert_clock.num_steps >= max(SAMPLED_STEPS, interval or 0):  # not taken yet: quiesced
+        if len(self._expert_clock.steps) >= max(SAMPLED_STEPS, interval or 0):  # not taken yet: quiesced
             return False
         if interval is None:
             return step >= self._next_sampled

@@ -12,8 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..load.aggregate import HostCopy, aggregate
-from ..load.counter import resume_load, saved_load, saved_windows
+from ..load.counter import HostCopy, aggregate, resume_load, saved_load, saved_windows
 from ..placement import Placement, PlacementError
 from .rebalancer import Rebalancer
 from .runtime import Runtime

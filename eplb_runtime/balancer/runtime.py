@@ -12,8 +12,8 @@ from torch import Tensor
 from ..config import BalancerConfig
 from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
+from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter
-from ..load.expert_clock import ExpertClock
 from ..moe.dispatch.base import Dispatcher
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors

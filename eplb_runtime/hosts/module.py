@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from ..load.expert_clock import ExpertClock
+from ..load.clock import ExpertClock
 from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of

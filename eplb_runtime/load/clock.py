@@ -1,12 +1,28 @@
-"""How long a step takes, and what a rebalance costs on top of its bytes: for the gate's prediction of what pays."""
+"""How long a step takes, what a rebalance costs on top of its bytes, and how long a step's expert work takes, from
+dispatch to combine: for the gate's prediction of what pays.
+
+Layers mark expert work in a few steps now and then. A mark is a time of the host's clock on a CPU and an event in the
+running stream on a GPU, so that nothing waits. Profilers have no part in it: the user may be running one.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
+
+ASSUMED_SHARE = 0.5
+"""Share of a step in expert work until it is measured."""
+SAMPLED_STEPS, REST_STEPS = 3, 30
+"""Steps that are measured before a decision, and steps that lie between two measurements at least."""
 WEIGHT, STALL_WEIGHT = 0.2, 0.5
 """Of the newest in the smoothed seconds of a step, and of a rebalance's fixed part."""
+
+Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True)
@@ -60,3 +76,144 @@ class StepClock:
     def stalled(self, seconds: float) -> None:
         """Note what a migration took on top of its bytes."""
         self.stall_seconds += STALL_WEIGHT * (seconds - self.stall_seconds)
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """Share of a step, as the job is now, in which expert work runs: from each layer's dispatch to its combine, forward
+    and backward.
+
+    A rank's expert seconds include its wait for the busiest rank, which ends combine. So each rank measures in a layer
+    about the busiest rank's time, W x imbalance, where W is the time with even load; `even` gives W. Time that ranks
+    wait in dispatch for a rank that is late from before the layer is measured, too, and no placement saves it.
+
+    Args:
+        value: in (0, 1].
+        source: ``"measured"``, ``"given"`` (``MigrationConfig(moe_share=...)``) or ``"assumed"``.
+        at: imbalance (max / mean rank load, mean over layers) of the steps that were measured; 0: as it is now.
+    """
+
+    value: float
+    source: str
+    at: float = 0.0
+
+    @classmethod
+    def before_measuring(cls, given: float | None) -> ExpertShare:
+        """Return the share that is given, or assumed until the first measurement."""
+        return cls(ASSUMED_SHARE, "assumed") if given is None else cls(given, "given")
+
+    def updated(self, expert_seconds: float, step_seconds: float) -> ExpertShare:
+        """Return the share after a measurement; unchanged if it is given or nothing was measured (0 seconds)."""
+        if self.source == "given" or not 0 < expert_seconds <= math.inf or step_seconds <= 0:
+            return self
+        return ExpertShare(min(1.0, expert_seconds / step_seconds), "measured")
+
+    def measured_at(self, imbalance: float) -> ExpertShare:
+        """Return the share with the imbalance of the steps that were measured just now."""
+        return replace(self, at=imbalance) if self.source == "measured" else self
+
+    def even(self, imbalance: float) -> float:
+        """Return seconds of expert work with even load, in units of a step with this imbalance."""
+        even = self.value / max(1.0, self.at or imbalance)
+        return even / (1.0 - self.value + even * max(1.0, imbalance)) if self.at else even
+
+
+@dataclass(eq=False)
+class SampledStep:
+    """The marks of one step on this rank: its begin and end, and those of each span of expert work."""
+
+    begin: Mark
+    end: Mark
+    spans: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def time(self) -> tuple[float, float] | None:
+        """Return seconds of the step and those in which expert work ran, without waiting for the device. Spans that
+        overlap (two micro-batches at once) count once. None: the device has not reached all marks, or no layer ran."""
+        marks = [self.end, *(mark for span in self.spans for mark in span)]
+        if not self.spans or not all(mark.query() for mark in [self.begin, *marks] if not isinstance(mark, float)):
+            return None
+        step_seconds, *ends = (_seconds(self.begin, mark) for mark in marks)
+        covered, last = 0.0, -math.inf
+        for begin, end in sorted(zip(ends[::2], ends[1::2], strict=True)):
+            covered += max(0.0, end - max(begin, last))
+            last = max(last, end)
+        return step_seconds, covered
+
+
+class ExpertClock:
+    """Marks the expert work of this rank while the running step is sampled (``on``). ``steps``: those sampled since the
+    last `take`."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self.on = False
+        self._step: SampledStep | None = None
+        self._backwards: dict[int, Mark] = {}
+        self.steps: list[SampledStep] = []
+
+    def begin_step(self) -> None:
+        """Sample the step that begins."""
+        begin = self.mark()
+        if begin is not None:
+            self._step = SampledStep(begin, begin)
+            self.on = True
+
+    def begin_anew(self) -> None:
+        """Begin the sampled step here, if one is running: what came before (a rollout) is no part of it."""
+        if self._step is not None:
+            self._backwards.clear()
+            self.begin_step()
+
+    def end_step(self) -> None:
+        """End the sampled step, if one is running. Backward passes that did not come to their end are dropped."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self.on = False
+        self._backwards.clear()
+        end = self.mark()
+        if end is not None and step.spans:
+            step.end = end
+            self.steps.append(step)
+
+    def take(self) -> tuple[SampledStep, ...]:
+        """Return the steps that were sampled since the last call."""
+        taken, self.steps = tuple(self.steps), []
+        return taken
+
+    def mark(self) -> Mark | None:
+        """Return a mark now; None while a CUDA graph is captured, whose replays would not set it."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def forward_ends(self, begin: Mark | None) -> None:
+        """Add the span of a layer's forward since its first mark."""
+        end = self.mark()
+        if self._step is not None and begin is not None and end is not None:
+            self._step.spans.append((begin, end))
+
+    def backward_begins(self, metadata: object) -> None:
+        """Mark the begin of a layer's backward pass, which this metadata names."""
+        begin = self.mark()
+        if begin is not None:
+            self._backwards[id(metadata)] = begin
+
+    def backward_ends(self, metadata: object) -> None:
+        """Add the span of the backward pass that this metadata names."""
+        self.forward_ends(self._backwards.pop(id(metadata), None))
+
+
+def median_time(steps: Sequence[SampledStep]) -> tuple[float, float] | None:
+    """Return `SampledStep.time` of the step whose share is the median: an evaluation or a checkpoint between two steps
+    makes one of them odd. None: no step can be read."""
+    times = [found for step in steps if (found := step.time()) is not None and found[0] > 0]
+    return sorted(times, key=lambda found: found[1] / found[0])[len(times) // 2] if times else None
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)

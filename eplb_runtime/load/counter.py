@@ -1,5 +1,5 @@
-"""Count tokens per logical expert while the model runs, one bucket of history per step, for several, or for all; and
-keep what was counted in a checkpoint. Sums over ranks are in `aggregate.py`."""
+"""Count tokens per logical expert while the model runs, one bucket of history per step, for several, or for all; sum
+them over ranks, on the balancer's own CPU group; and keep what was counted in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,8 +30,7 @@ def in_recompute() -> bool:
 class LoadCounter:
     """Tokens per logical expert, counted on the model's device without host sync.
 
-    ``advance()`` closes a step; the steps since the last ``take()`` are kept as buckets ``[T, L, E]`` with
-    ``T <= MAX_BUCKETS``.
+    ``advance()`` closes a step; the steps since the last ``take()`` are buckets ``[T, L, E]``, T <= `MAX_BUCKETS`.
 
     Args:
         interval: steps between two ``take()`` calls; more steps than that restart the history. None: any number of
@@ -46,8 +46,7 @@ class LoadCounter:
     def __init__(self, num_layers: int, num_experts: int, interval: int | None, device: torch.device) -> None:
         self.steps_per_bucket = 0 if interval is None else -(-interval // MAX_BUCKETS)
         buckets = 1 if interval is None else -(-interval // self.steps_per_bucket)
-        # One column more than experts: masked tokens are counted there instead of being filtered out, because
-        # filtering would need to know how many there are.
+        # One column more than experts counts masked tokens; to filter them out needs to know how many they are.
         self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._sink = torch.full((1,), num_experts, dtype=torch.int64, device=device)
@@ -104,6 +103,36 @@ class LoadCounter:
         self._buckets[: len(buckets)].copy_(buckets)
 
 
+class HostCopy:
+    """A device tensor on its way to the host: started without waiting, awaited where the numbers are needed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
+            # The copy runs on the tensor's GPU, which need not be the one that this thread works on.
+            self._event.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._host = tensor.to("cpu", copy=True)
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def aggregate(buckets: HostCopy, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
+    """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, and the sums over ranks of a few
+    more numbers, as many on each rank, in the same all-reduce."""
+    here = buckets.wait()
+    total = torch.cat([here.reshape(-1), torch.tensor(numbers, dtype=here.dtype)])
+    dist.all_reduce(total, group=group)
+    counts, sums = total.split([here.numel(), len(numbers)])
+    return counts.view(here.shape), sums.tolist()
+
+
 def saved_load(
     history: Sequence[NDArray[np.int64]], counter: LoadCounter, summed: Callable[[Tensor], NDArray[np.int64]]
 ) -> dict[str, Any]:
@@ -111,11 +140,11 @@ def saved_load(
     state: dict[str, Any] = {"steps_per_bucket": counter.steps_per_bucket}
     if history:
         state["history"] = encode(np.stack(history))
-    if counter.open_steps:
-        try:
+    try:
+        if counter.open_steps:
             state |= {"open": encode(summed(counter.peek())), "open_steps": counter.open_steps}
-        except RuntimeError as error:
-            logger.warning("the load since the last decision is not saved: %s", error)
+    except RuntimeError as error:
+        logger.warning("the load since the last decision is not saved: %s", error)
     return state
 
 
@@ -124,20 +153,22 @@ def resume_load(
 ) -> None:
     """Let history and counter go on from what `saved_load` gave. ``share``: 1 on the one rank that takes what all had
     counted since the last decision, 0 on the others; None: no rank does."""
-    if state and state.get("steps_per_bucket") != counter.steps_per_bucket:
+    if not state:
+        return
+    if state.get("steps_per_bucket") != counter.steps_per_bucket:
         logger.info("the saved load was measured at another interval; forecasts start from scratch")
-    elif state:
-        sizes = (*counter.counts.shape, history.maxlen or LONGEST)
-        rows = decode(state["history"], *sizes) if "history" in state else ()
-        if "open" in state and share is not None:
-            counter.resume(torch.from_numpy(decode(state["open"], *sizes)) * share, int(state["open_steps"]))
-        history.clear()
-        history.extend(rows)
+        return
+    sizes = (*counter.counts.shape, history.maxlen or LONGEST)
+    rows = decode(state["history"], *sizes) if "history" in state else ()
+    if "open" in state and share is not None:
+        counter.resume(torch.from_numpy(decode(state["open"], *sizes)) * share, int(state["open_steps"]))
+    history.clear()
+    history.extend(rows)
 
 
 def saved_windows(state: Any, num_layers: int, num_experts: int) -> NDArray[np.int64] | None:
     """Return all windows that `saved_load` kept, int64 ``[T, L, E]``, oldest first; None: no tokens."""
-    kept = [state[name] for name in ("history", "open") if name in state] if isinstance(state, Mapping) else []
-    windows = [decode(one, num_layers, num_experts, LONGEST) for one in kept]
-    load = np.concatenate([np.zeros((0, num_layers, num_experts), dtype=np.int64), *windows])
+    known = state if isinstance(state, Mapping) else {}
+    windows = [decode(known[name], num_layers, num_experts, LONGEST) for name in ("history", "open") if name in known]
+    load = np.concatenate(windows) if windows else np.zeros(0, dtype=np.int64)
     return load if load.any() else None

@@ -14,8 +14,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ..distributed.step_tag import ForwardTag
+from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter, in_recompute
-from ..load.expert_clock import ExpertClock
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
 from .dispatch.channels import MicroBatchChannels

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..load.aggregate import HostCopy, aggregate
-from ..load.clock import StepClock
-from ..load.counter import LoadCounter, in_recompute
-from ..load.expert_clock import SAMPLED_STEPS, ExpertClock, SampledStep, median_time
+from ..load.clock import SAMPLED_STEPS, ExpertClock, SampledStep, StepClock, median_time
+from ..load.counter import HostCopy, LoadCounter, aggregate, in_recompute
 from ..load.series import NAME, RecordedJob, first_line, line_of, shape_recorded
 from ..utils.files import FileError
 from ..utils.worker import Worker

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..config import BalancerConfig
 from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
-from ..load.expert_clock import ExpertShare
+from ..load.clock import ExpertShare
 from ..placement import Placement
 from ..planner.evaluate import has_no_copies, predicted_imbalance, rank_load
 from ..topology import Topology

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load.expert_clock import ExpertShare
+from ..load.clock import ExpertShare
 from .records import Record, RecordError
 
 MOST_DECISIONS, MOST_TROUBLES = 400, 50

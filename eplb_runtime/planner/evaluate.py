@@ -132,28 +132,13 @@ def moves_between(current: Placement | None, placement: Placement, topology: Top
     new = placement.physical_to_logical
     layer, slot = np.nonzero((new != EMPTY) & (True if current is None else new != current.physical_to_logical))
     expert, destination = new[layer, slot], placement.rank_of(slot)
-    if current is None:
-        source = np.full(len(slot), -1)
-    elif current.home is not None:
-        source = current.home_rank[layer, expert]
-    else:
-        source = _nearest_copy(current, layer, expert, destination, topology)
+    source = np.full(len(slot), -1)
+    if current is not None:  # a copy on the destination itself, else one of its node, else on the lowest rank
+        slot_MC = current.logical_to_physical[layer, expert]
+        rank_MC = current.rank_of(slot_MC[:, :1] if current.home is not None else slot_MC)
+        far_MC = rank_MC // topology.ranks_per_node != (destination // topology.ranks_per_node)[:, None]
+        distance_MC = np.where(rank_MC == destination[:, None], 0, 1 + far_MC)
+        distance_MC = np.where(slot_MC[:, : rank_MC.shape[1]] < 0, 3, distance_MC) * (current.num_ranks + 1) + rank_MC
+        source = np.take_along_axis(rank_MC, distance_MC.argmin(axis=1)[:, None], axis=1)[:, 0]
     is_home = np.zeros(len(slot), dtype=bool) if placement.home is None else placement.home[layer, expert] == slot
     return np.stack([layer, expert, source, slot, is_home], axis=1).astype(np.int32)
-
-
-def _nearest_copy(
-    current: Placement,
-    layer: NDArray[np.int64],
-    expert: NDArray[np.int32],
-    destination: NDArray[np.integer],
-    topology: Topology,
-) -> NDArray[np.int64]:
-    """The rank to copy from: the destination itself, else one of its node, else the lowest."""
-    copies = current.logical_to_physical[layer, expert]
-    ranks = current.rank_of(copies)
-    far = (ranks // topology.ranks_per_node != (destination // topology.ranks_per_node)[:, None]).astype(np.int64)
-    distance = np.where(ranks == destination[:, None], 0, 1 + far)
-    distance = np.where(copies < 0, 3, distance) * (current.num_ranks + 1) + ranks
-    nearest = np.take_along_axis(ranks, distance.argmin(axis=1)[:, None], axis=1)
-    return np.asarray(nearest[:, 0], dtype=np.int64)

@@ -6,46 +6,14 @@ weighed by the imbalance that they would have led to. All is judged on shares of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_WINDOWS = 64
-"""Longer histories are merged into at most so many windows."""
+from .parameters import PARAMETERS
+
 Load = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class ForecastParameters:
-    """Constants of the forecast, tuned on one seed of the families in ``tests/benchmarks/planner``.
-
-    Args:
-        scenarios: the newest windows whose deviations the load to come may have.
-        mixes: further scenarios, in which each expert deviates as in a window of its own.
-        spread: how much farther than seen scenarios deviate: a plan that fits what was seen meets what was not.
-        least_windows: fewer do not tell a load that moves on from one that is noisy.
-        judged: the newest windows on which forecasters are judged.
-        sure: standard errors by which another forecaster must err less than the mean does, in one layer or in all
-            layers together.
-        once_sure: standard errors by which each layer must then.
-        sharpness: a forecaster whose loss is larger by this share of what the least one is above 1 weighs 1 / e.
-        between_equals: weight of the share of tokens foretold for other experts, in the loss.
-    """
-
-    scenarios: int = 10
-    mixes: int = 8
-    spread: float = 1.2
-    least_windows: int = 5
-    judged: int = 8
-    sure: float = 4.0
-    once_sure: float = 1.0
-    sharpness: float = 0.1
-    between_equals: float = 0.01
-
-
-PARAMETERS = ForecastParameters()
 
 
 class ExpectedLoad(NamedTuple):
@@ -55,12 +23,14 @@ class ExpectedLoad(NamedTuple):
         expected: float64 ``[L, E]``, the forecast.
         scenarios: float64 ``[W, L, E]``, loads that may come, equally likely.
         mixes: float64 ``[V, L, E]``, more of these, to judge a plan by that the scenarios led.
-        wanders_L: bool, layers whose load surely moves on from window to window.
+        moves_on_L: bool, layers whose load moves on from window to window, so that they are forecast by a blend.
+        wanders_L: bool, those that are sure of it by themselves.
     """
 
     expected: Load
     scenarios: Load
     mixes: Load
+    moves_on_L: NDArray[np.bool_]
     wanders_L: NDArray[np.bool_]
 
     @property
@@ -70,11 +40,11 @@ class ExpectedLoad(NamedTuple):
 
 
 def coarsen(load: Load) -> Load:
-    """Merge runs of neighbouring windows of ``[T, L, E]`` into their means, so that at most ``MOST_WINDOWS`` are left.
+    """Merge runs of neighbouring windows of ``[T, L, E]`` into their means, so that at most ``most_windows`` are left.
 
     What does not fill a run is left out at the old end.
     """
-    run = -(-len(load) // MOST_WINDOWS)
+    run = -(-len(load) // PARAMETERS.most_windows)
     kept = load[len(load) % run :]
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
@@ -85,11 +55,8 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
     Args:
         load: float64 ``[T, L, E]``, oldest first; ``ranks``: R, over which experts are spread to judge forecasters.
     """
-    share_TLE = shares(load)
-    counted_TL1 = load.any(axis=2, keepdims=True)
-    mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
-    share_TLE = np.where(counted_TL1, share_TLE, mean_LE)
-    deviation_NLE, wanders_L = _deviations(share_TLE), np.zeros(len(mean_LE), dtype=bool)
+    mean_LE, share_TLE = _counted(load)
+    deviation_NLE, moves_L, wanders_L = _deviations(share_TLE), *np.zeros((2, len(mean_LE)), dtype=bool)
     if len(load) >= PARAMETERS.least_windows and load.shape[2] > 1:
         after = np.arange(max(len(load) - PARAMETERS.judged, 2), len(load) + 1)
         made_FCLE, came_CLE = _forecasts(share_TLE, after), share_TLE[after[:-1]]
@@ -99,7 +66,21 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
             newest = np.arange(-len(deviation_NLE), 0) % len(came_CLE)
             mean_LE[moves_L] = blend_CLE[-1]
             deviation_NLE[:, moves_L] = (came_CLE[:, moves_L] - blend_CLE[:-1])[newest]
-    return _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True), wanders_L)
+    return _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True), moves_L, wanders_L)
+
+
+def steady(load: Load) -> Load:
+    """float64 ``[W, L, E]``, scenarios of a load that stays."""
+    mean_LE, share_TLE = _counted(load)
+    total_L1, stays_L = load.mean(axis=0).sum(axis=1, keepdims=True), np.zeros(len(mean_LE), dtype=bool)
+    return _scenarios(mean_LE, _deviations(share_TLE), total_L1, stays_L, stays_L).scenarios
+
+
+def _counted(load: Load) -> tuple[Load, Load]:
+    """Return the mean of the shares ``[L, E]``, and shares ``[T, L, E]`` with it where a layer has no tokens."""
+    share_TLE, counted_TL1 = shares(load), load.any(axis=2, keepdims=True)
+    mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
+    return mean_LE, np.where(counted_TL1, share_TLE, mean_LE)
 
 
 def shares(load: Load) -> Load:
@@ -180,17 +161,17 @@ def _which_move_on(share_TLE: Load, made_FCLE: Load, came_CLE: Load) -> tuple[ND
     gain_NLE = np.concatenate([error_FLE[0] - error_FLE[1:], nearer_LE[None]])
     gain_NL = gain_NLE.mean(axis=2)
     error_NL = np.maximum(gain_NLE.std(axis=2, ddof=1) / np.sqrt(gain_NLE.shape[2]), 1e-12)
-    together_N = gain_NL.sum(axis=1) > PARAMETERS.sure * np.sqrt((error_NL**2).sum(axis=1))
-    alone_L = (gain_NL > PARAMETERS.sure * error_NL).any(axis=0)
-    return alone_L | (gain_NL > PARAMETERS.once_sure * error_NL)[together_N].any(axis=0), alone_L
+    together_N = gain_NL.sum(axis=1) > PARAMETERS.moves_on * np.sqrt((error_NL**2).sum(axis=1))
+    alone_L = (gain_NL > PARAMETERS.moves_on * error_NL).any(axis=0)
+    return alone_L | (gain_NL > PARAMETERS.moves_on_each * error_NL)[together_N].any(axis=0), alone_L
 
 
-def _scenarios(share_LE: Load, deviation_NLE: Load, total_L1: Load, wanders_L: NDArray[np.bool_]) -> ExpectedLoad:
+def _scenarios(share_LE: Load, deviation_NLE: Load, total_L1: Load, *kinds: NDArray[np.bool_]) -> ExpectedLoad:
     """Scenarios and mixes of all layers, in tokens of the mean window."""
     expected, count = share_LE * total_L1, len(deviation_NLE)
     if count < 2:
-        return ExpectedLoad(expected, expected[None], expected[None][:0], wanders_L)
+        return ExpectedLoad(expected, expected[None], expected[None][:0], *kinds)
     choice = np.random.default_rng(count).integers(0, count, (PARAMETERS.mixes, *share_LE.shape))
     mixed = np.take_along_axis(deviation_NLE, choice, axis=0)
     may_come, mixes = (np.maximum(share_LE + one, 0.0) * total_L1 for one in (deviation_NLE, mixed))
-    return ExpectedLoad(expected, may_come, mixes, wanders_L)
+    return ExpectedLoad(expected, may_come, mixes, *kinds)

@@ -38,7 +38,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
     saved = spent = float("nan")
     falls = True
     if current is not None and before is not None:
-        gain_L = _worth(request, before, crossing_before) - _worth(request, after, crossing_after)
+        gain_L = before - after + request.crossing_price * (crossing_before - crossing_after)
         taken_L = gain_L >= (-np.inf if request.gate == "off" else 0.0)  # a budget may end a search on its way
         if request.gate == "payoff" and cost is not None:
             pays_L = _paying(request, cost, moves[taken_L[moves[:, MOVE_LAYER]]], np.maximum(gain_L, 0.0))
@@ -46,7 +46,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
         if not taken_L.all():
             placement, moves = _layers_of(taken_L, placement, current), moves[taken_L[moves[:, MOVE_LAYER]]]
             after, gain_L = np.where(taken_L, after, before), np.where(taken_L, gain_L, 0.0)
-            crossing_after = _crossing(request, placement)
+            crossing_after = np.where(taken_L, crossing_after, crossing_before)
         falls = float(gain_L.mean()) > 0
         if cost is not None and cost.step_seconds > 0:
             saved = float(cost.seconds_per_imbalance(request.num_layers, request.trust) * gain_L.sum())
@@ -54,11 +54,10 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
             spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + stall
     moving = len(np.unique(moves[:, MOVE_LAYER]))
     decision, code, reason = _decide(request, (before, after), falls, moving, (saved, spent))
-    if crossing_before is not None and crossing_after is not None:
+    if current is not None and _counts_crossing(request):
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if decision == "stay" and current is not None:
-        placement, moves = current, moves[:0]
-        after, crossing_after = after if before is None else before, crossing_before
+        placement, moves, after = current, moves[:0], after if before is None else before
     intra = inter = 0
     if cost is not None:
         size, between = cost.bytes_moved(moves, topology, request.slots_per_rank)
@@ -79,8 +78,6 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
         reason=reason,
         code=code,
         plan_seconds=time.perf_counter() - began,
-        crossing_before=crossing_before,
-        crossing_after=crossing_after,
     )
 
 
@@ -116,15 +113,15 @@ def _layers_of(first_L: NDArray[np.bool_], one: Placement, other: Placement) -> 
     return Placement(slots, one.num_experts, one.num_ranks, home, other.epoch)
 
 
-def _crossing(request: PlanRequest, placement: Placement | None) -> FloatArray | None:
-    if placement is None or not (request.crossing_price or request.source_share_LNE is not None):
-        return None
+def _counts_crossing(request: PlanRequest) -> bool:
+    return bool(request.crossing_price) or request.source_share_LNE is not None
+
+
+def _crossing(request: PlanRequest, placement: Placement | None) -> FloatArray:
+    """float64 ``[L]``, the share of tokens that cross nodes; zeros where nobody asks."""
+    if placement is None or not _counts_crossing(request):
+        return np.zeros(request.num_layers)
     return crossing_share(request.forecast, placement, request.topology, request.source_share_LNE)
-
-
-def _worth(request: PlanRequest, imbalance: FloatArray, crossing: FloatArray | None) -> FloatArray:
-    """Imbalance and, where it has a price, crossing tokens."""
-    return imbalance if crossing is None else imbalance + request.crossing_price * crossing
 
 
 def _paying(request: PlanRequest, cost: CostModel, moves: NDArray[np.int32], gain_L: FloatArray) -> NDArray[np.bool_]:

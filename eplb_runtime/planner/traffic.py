@@ -9,8 +9,6 @@ Shape suffixes in addition to those of ``routing``: N nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,9 +30,17 @@ def received(
         load: float64 ``[L, E]``.
         share_LNE: as in `types.PlanRequest`; None: tokens come from all nodes alike.
     """
-    nodes, node_ranks = topology.num_nodes, topology.ranks_per_node
-    result = np.empty((len(load), topology.num_ranks, 2))
-    for layer, (load_E, computed_ER) in enumerate(zip(load, _computed(load, placement), strict=True)):
+    nodes, node_ranks, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
+    result, slot_LEC = np.empty((len(load), ranks, 2)), placement.logical_to_physical
+    if placement.home is None:
+        tokens_LEC = np.broadcast_to((load / placement.copy_count)[:, :, None], slot_LEC.shape)
+    else:
+        quota_LEC = split_totals(in_units(load), SplitTables.of(placement))
+        tokens_LEC = quota_LEC * (load.sum(axis=1) / UNITS)[:, None, None]
+    for layer, (load_E, slot_EC) in enumerate(zip(load, slot_LEC, strict=True)):
+        expert, copy = np.nonzero(slot_EC >= 0)
+        computed_ER = np.zeros((len(load_E), ranks))
+        np.add.at(computed_ER, (expert, placement.rank_of(slot_EC[expert, copy])), tokens_LEC[layer, expert, copy])
         share_EN = np.full((len(load_E), nodes), 1.0 / nodes) if share_LNE is None else share_LNE[layer].T
         computed_EN = computed_ER.reshape(len(load_E), nodes, node_ranks).sum(axis=2)
         come_EN = load_E[:, None] * share_EN
@@ -51,23 +57,6 @@ def crossing_share(
     load: FloatArray, placement: Placement, topology: Topology, share_LNE: FloatArray | None = None
 ) -> FloatArray:
     """float64 ``[L]``: the share of all tokens that are computed on another node than they come from."""
-    if topology.num_nodes == 1:
-        return np.zeros(len(load))
     total = load.sum(axis=1)
     far = received(load, placement, topology, share_LNE)[:, :, 1].sum(axis=1)
     return np.asarray(np.divide(far, total, out=np.zeros_like(total), where=total > 0))
-
-
-def _computed(load: FloatArray, placement: Placement) -> Iterator[FloatArray]:
-    """For each layer float64 ``[E, R]``: the expert's tokens that a rank computes, by the split of the layout."""
-    slot_LEC, ranks = placement.logical_to_physical, placement.num_ranks
-    if placement.home is None:
-        tokens_LEC = np.broadcast_to((load / placement.copy_count)[:, :, None], slot_LEC.shape)
-    else:
-        quota_LEC = split_totals(in_units(load), SplitTables.of(placement))
-        tokens_LEC = quota_LEC * (load.sum(axis=1) / UNITS)[:, None, None]
-    for slot_EC, tokens_EC in zip(slot_LEC, tokens_LEC, strict=True):
-        expert, copy = np.nonzero(slot_EC >= 0)
-        place = expert * ranks + placement.rank_of(slot_EC[expert, copy])
-        tokens = np.bincount(place, tokens_EC[expert, copy], minlength=len(slot_EC) * ranks)
-        yield tokens.astype(np.float64).reshape(-1, ranks)

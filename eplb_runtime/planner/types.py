@@ -75,12 +75,17 @@ class PlanRequest:
         if self.declared is None and self.policy != "static":
             return foretell(self.load, self.topology.num_ranks)
         known = self.load if self.declared is None else self.declared
-        return ExpectedLoad(known.mean(axis=0), known, known[:0], np.zeros(self.num_layers, dtype=bool))
+        return ExpectedLoad(known.mean(axis=0), known, known[:0], *np.zeros((2, self.num_layers), dtype=bool))
 
     @property
     def forecast(self) -> NDArray[np.float64]:
         """float64 ``[L, E]``, the load to plan for."""
         return self.to_come.expected
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether moves have a budget."""
+        return self.max_moves is not None or self.max_bytes is not None
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
@@ -133,9 +138,6 @@ class Plan:
         decision: ``"rebalance"`` or ``"stay"``.
         reason: one sentence; ``code``: what kind of reason it is, in a word or two.
         plan_seconds: wall time of planning.
-        crossing_before, crossing_after: float64 ``[L]``, the share of tokens that are computed on another node than
-            they come from, under the forecast, with ``current`` and with ``placement``; None: not asked for
-            (``sources``, or a cost of crossing), or there is no current one.
     """
 
     policy: str
@@ -152,8 +154,6 @@ class Plan:
     decision: str
     reason: str
     plan_seconds: float
-    crossing_before: NDArray[np.float64] | None = None
-    crossing_after: NDArray[np.float64] | None = None
     code: str = ""
 
     @property
@@ -190,7 +190,4 @@ class Plan:
         for name, values_L in rows.items():
             if values_L is not None:
                 lines.append(f"  {name:<24}{values_L.mean():>8.3f}{values_L.max():>8.3f}  {int(values_L.argmax())}")
-        if self.crossing_after is not None:
-            before = "" if self.crossing_before is None else f"{self.crossing_before.mean():.1%} -> "
-            lines.append(f"  tokens that cross nodes: {before}{self.crossing_after.mean():.1%}")
         return "\n".join(lines)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured
-from eplb_runtime.load.expert_clock import ExpertClock
+from eplb_runtime.load.clock import ExpertClock
 from eplb_runtime.load.series import read_series
 from eplb_runtime.moe.dispatch.base import _Dispatch
 from eplb_runtime.moe.experts.compute import LocalExperts

@@ -9,8 +9,7 @@ import torch
 from device import DEVICE, no_host_sync
 from water_filling_torch import assign_slots
 
-from eplb_runtime.load.aggregate import HostCopy
-from eplb_runtime.load.counter import LoadCounter
+from eplb_runtime.load.counter import HostCopy, LoadCounter
 from eplb_runtime.moe.dispatch import kernels as moves
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory

@@ -38,8 +38,8 @@ from ...distributed.process_groups import ProcessGroups, give_back_dropped, host
 from ...distributed.ranks import Job, Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports.base import Transport
+from ...load.clock import ExpertClock
 from ...load.counter import LoadCounter
-from ...load.expert_clock import ExpertClock
 from ...load.series import RecordedJob
 from ...moe.dispatch import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
-from ...load.expert_clock import ExpertClock
+from ...load.clock import ExpertClock
 from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import Ranges
 

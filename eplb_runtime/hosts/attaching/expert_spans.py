@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...load.expert_clock import ExpertClock, Mark
+from ...load.clock import ExpertClock, Mark
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor, nn
 
-from ...load.expert_clock import ExpertClock
+from ...load.clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .saved_state import save_by_logical_expert

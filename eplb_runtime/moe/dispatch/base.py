@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...distributed.consensus import all_gather_into
 from ...distributed.step_tag import ForwardTag
-from ...load.expert_clock import ExpertClock
+from ...load.clock import ExpertClock
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
 from ..routing.splitter import RowCounts

@@ -37,8 +37,7 @@ def deepseek(request: PlanRequest) -> Placement:
     topology, ranks, start = request.topology, request.topology.num_ranks, request.start
     if request.layout == "free":
         planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, ranks)
-        is_limited = request.max_moves is not None or request.max_bytes is not None
-        return settle(request, planned, request.current if is_limited else None)
+        return settle(request, planned, request.current if request.is_limited else None)
     if (start.replicas_LRK != EMPTY).any():
         raise PlanError("policy 'deepseek' moves homes alone, and replicas stand: choose incremental")
     planned = deal(request.forecast, ranks)

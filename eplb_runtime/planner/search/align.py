@@ -86,9 +86,13 @@ def _numbered(slot_LRS: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: int | None = None) -> NDArray[np.int64]:
     """int64 ``[R]``: for each rank of ``new_RS`` one that holds most of its experts in ``now_RS``, each once; ranks of
-    a node (``node_ranks``; None: all are of one) together."""
+    a node (``node_ranks``; None: all are of one) together. Pairs that share most are named first."""
     ranks, slots = now_RS.shape
-    node_ranks = node_ranks or ranks
+    if node_ranks is not None and node_ranks < ranks:
+        now_NRS, new_NRS = (one.reshape(-1, node_ranks, slots) for one in (now_RS, new_RS))
+        name_N = names(now_NRS.reshape(len(now_NRS), -1), new_NRS.reshape(len(new_NRS), -1))
+        within = [names(now_NRS[name], new_RS) for name, new_RS in zip(name_N, new_NRS, strict=True)]
+        return np.concatenate([name * node_ranks + name_R for name, name_R in zip(name_N, within, strict=True)])
     order = np.argsort(now_RS, axis=None, kind="stable")
     sorted_P = now_RS.ravel()[order]
     first_P, last_P = (np.searchsorted(sorted_P, new_RS.ravel(), side=side) for side in ("left", "right"))
@@ -96,25 +100,13 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
     within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
     holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
     new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
-    if node_ranks == ranks:
-        return _match(new_N, holder_N, ranks)
-    name_R = np.empty(ranks, dtype=np.int64)
-    for node, name in enumerate(_match(new_N // node_ranks, holder_N // node_ranks, ranks // node_ranks).tolist()):
-        here_N = (new_N // node_ranks == node) & (holder_N // node_ranks == name)
-        within_R = _match(new_N[here_N] % node_ranks, holder_N[here_N] % node_ranks, node_ranks)
-        name_R[node * node_ranks : (node + 1) * node_ranks] = name * node_ranks + within_R
+    pair, shared = np.unique(new_N.astype(np.int64) * ranks + holder_N, return_counts=True)
+    name_R, is_free_R = np.full(ranks, -1), np.ones(ranks, dtype=bool)
+    for new, holder in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
+        if name_R[new] < 0 and is_free_R[holder]:
+            name_R[new], is_free_R[holder] = holder, False
+    name_R[name_R < 0] = np.flatnonzero(is_free_R)
     return name_R
-
-
-def _match(one_N: NDArray[np.integer], other_N: NDArray[np.integer], size: int) -> NDArray[np.int64]:
-    """For each of ``size`` numbers another of its own: pairs ``(one, other)`` that are most frequent first."""
-    pair, shared = np.unique(one_N.astype(np.int64) * size + other_N, return_counts=True)
-    name, is_free = np.full(size, -1), np.ones(size, dtype=bool)
-    for one, other in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], size), axis=1).tolist():
-        if name[one] < 0 and is_free[other]:
-            name[one], is_free[other] = other, False
-    name[name < 0] = np.flatnonzero(is_free)
-    return name
 
 
 def share_out(

@@ -11,17 +11,13 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
+from ..parameters import PARAMETERS
 from .layer import FloatArray, IntArray, Layer, copy_split, fill_to_level, is_on, judge, set_replica, swap_homes
 
-TRIED_REPLICAS = 3
-"""Steps that give a replica, of which each is tried before one is taken."""
-SWEEPS = 3
-"""Of water-filling after a step: splits were good before it."""
-SURE = 1.2
-"""Standard errors over the scenarios by which a step must gain."""
-LEAST_FALL = 1e-6
-LOSS_WEIGHT = 0.25
-"""A scenario in which a swap loses counts so much: the splits of replicas make up for most of it."""
+TRIED_REPLICAS, SWEEPS, SURE = PARAMETERS.tried_replicas, PARAMETERS.step_sweeps, PARAMETERS.step_sure
+LEAST_FALL, LOSS_WEIGHT = PARAMETERS.least_fall, PARAMETERS.loss_weight
+STUCK_RANKS, ENOUGH = PARAMETERS.stuck_ranks, PARAMETERS.enough
+"""Compiled into what is below."""
 SWAP, REPLICA = 0, 1
 VALUE, HOMES, REPLICAS, KIND, SLOT, OTHER = range(6)
 """Columns of a track: imbalance after a step, homes and replicas moved by then; the step's kind, its slot, and the
@@ -31,22 +27,11 @@ NOT_HERE, AS_REPLICA, AS_HOME = 0, 1, 2
 
 
 @jit(error_model="numpy")
-def descend(
-    layer: Layer,
-    held_RE: NDArray[np.int8],
-    home_price: float,
-    replica_price: float,
-    enough: float,
-    stuck_ranks: int,
-    track_NX: FloatArray,
-) -> int:
-    """Take steps until none helps, ``enough`` is reached or the track is full.
+def descend(layer: Layer, track_NX: FloatArray) -> int:
+    """Take steps until none helps, `ENOUGH` is reached or the track is full.
 
     Args:
         layer: tokens are split; where the search ends it is in the state after the last step.
-        held_RE: how each rank holds each expert where the layer is now.
-        home_price, replica_price: imbalance that moving one must be worth.
-        stuck_ranks: ranks without a step that helps, one after the other, after which the search ends.
         track_NX: out, float64 ``[N + 1, 6]``, row n after n steps; the first has the homes and replicas moved by now.
 
     Returns:
@@ -60,9 +45,10 @@ def descend(
     best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     homes, replicas = int(track_NX[0, HOMES]), int(track_NX[0, REPLICAS])
     value, goal = judge(layer, peak_W)
+    home_price, replica_price = layer.prices[0], layer.prices[1]
     goal += home_price * homes + replica_price * replicas
     _note(track_NX[0], value, homes, replicas, 0, 0, 0)
-    while steps + 1 < len(track_NX) and stuck < stuck_ranks and value > enough:
+    while steps + 1 < len(track_NX) and stuck < STUCK_RANKS and value > ENOUGH:
         rank = _busiest(layer, is_stuck_R)
         if rank < 0:
             break
@@ -78,7 +64,7 @@ def descend(
                 continue
             kind, slot, other = step_M3[index, 0], step_M3[index, 1], step_M3[index, 2]
             before = layer.slot_P[slot]
-            more_homes, more_replicas = _moves_of(layer, held_RE, kind, slot, other)
+            more_homes, more_replicas = _moves_of(layer, kind, slot, other)
             take(layer, kind, slot, other)
             fill_to_level(layer, SWEEPS, 0.0)
             new_value, new_goal = judge(layer, tried_W)
@@ -142,19 +128,18 @@ def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
     return held_RE
 
 
-def moved(slot_P: IntArray, homes: int, held_RE: NDArray[np.int8]) -> NDArray[np.int64]:
+def moved(layer: Layer) -> NDArray[np.int64]:
     """int64 ``[2]``: homes and replicas on ranks that did not hold them so."""
-    ranks, experts = held_RE.shape
-    slot_RS = slot_P.reshape(ranks, -1)
-    held_RS = held_RE.ravel()[np.arange(0, ranks * experts, experts)[:, None] + np.maximum(slot_RS, 0)]
-    came_RK = (held_RS[:, homes:] == NOT_HERE) & (slot_RS[:, homes:] != EMPTY)
-    return np.array([(held_RS[:, :homes] != AS_HOME).sum(), came_RK.sum()])
+    slot_RS = layer.slot_P.reshape(-1, layer.per_rank)
+    held_RS = np.take_along_axis(layer.held_RE, np.maximum(slot_RS, 0), axis=1)
+    came_RK = (held_RS[:, layer.homes :] == NOT_HERE) & (slot_RS[:, layer.homes :] != EMPTY)
+    return np.array([(held_RS[:, : layer.homes] != AS_HOME).sum(), came_RK.sum()])
 
 
 @jit
-def _moves_of(layer: Layer, held_RE: NDArray[np.int8], kind: int, slot: int, other: int) -> tuple[int, int]:
+def _moves_of(layer: Layer, kind: int, slot: int, other: int) -> tuple[int, int]:
     """Homes and replicas that a step moves, less those that it moves back."""
-    rank, old = slot // layer.per_rank, layer.slot_P[slot]
+    held_RE, rank, old = layer.held_RE, slot // layer.per_rank, layer.slot_P[slot]
     if kind == REPLICA:
         back = 1 if old != EMPTY and held_RE[rank, old] == NOT_HERE else 0
         return 0, (1 if held_RE[rank, other] == NOT_HERE else 0) - back

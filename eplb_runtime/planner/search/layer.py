@@ -16,45 +16,75 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY
 from ...utils.jit import jit
+from ..parameters import PARAMETERS
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-SPREAD_WEIGHT = 0.1
-"""Weight of the variance of rank loads in the goal of a search. It leads over plateaus, where several ranks are the
-busiest and one step cannot lower the maximum."""
+SPREAD_WEIGHT = PARAMETERS.spread_weight
 
 
 class Layer(NamedTuple):
-    """The state of one layer; arrays change in place.
+    """The question about one layer, and the state of the search: arrays that change in place.
 
     Args:
-        slot_P: int64, the expert in each slot; EMPTY in a replica slot without one.
         homes: E/R, the first slots of each rank.
         per_rank: S.
-        load_WE: the load of each expert.
+        now_P: int64, the current placement; EMPTY in a replica slot without an expert.
+        held_RE: int8, how each rank holds each expert now.
         virtual_R: the virtual load of each rank.
+        source_EN: the share of each expert's tokens that comes from each node.
+        crossing_price: imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free.
+        prices: imbalance that moving a home, and a replica, must be worth.
+        load_WE: the load of each expert.
+        rank_P: int64, the rank of each slot.
+        slot_P: int64, the expert in each slot, as in ``now_P``.
         copies_EC: int64, the slots of each expert, its home first.
         count_E: int64, how many slots hold each expert.
         token_WP: what each slot computes.
         load_WR: what each rank computes, with its virtual load.
-        source_EN: the share of each expert's tokens that comes from each node.
-        rank_P: int64, the rank of each slot.
-        crossing_price: imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free.
     """
 
-    slot_P: IntArray
     homes: int
     per_rank: int
-    load_WE: FloatArray
+    now_P: IntArray
+    held_RE: NDArray[np.int8]
     virtual_R: FloatArray
-    copies_EC: IntArray
-    count_E: IntArray
-    token_WP: FloatArray
-    load_WR: FloatArray
     source_EN: FloatArray
-    rank_P: IntArray
     crossing_price: float
+    prices: FloatArray
+    load_WE: FloatArray
+    rank_P: IntArray
+    slot_P: IntArray = np.empty(0, dtype=np.int64)
+    copies_EC: IntArray = np.empty((0, 0), dtype=np.int64)
+    count_E: IntArray = np.empty(0, dtype=np.int64)
+    token_WP: FloatArray = np.empty((0, 0))
+    load_WR: FloatArray = np.empty((0, 0))
+
+
+def begun(layer: Layer, load_WE: FloatArray) -> Layer:
+    """A layer of these scenarios, with room for the replicas of each expert; nothing is placed."""
+    (ranks, experts), slots = layer.held_RE.shape, layer.now_P.size
+    needed = int(np.ceil(load_WE.max(initial=0.0))) + PARAMETERS.spare_replicas
+    replicas = slots - ranks * layer.homes
+    room = PARAMETERS.most_shares // (len(load_WE) * max(min(replicas, experts), 1))
+    return layer._replace(
+        load_WE=load_WE,
+        slot_P=np.empty(slots, dtype=np.int64),
+        copies_EC=np.empty((experts, max(1, min(ranks, max(needed, room), 1 + replicas))), dtype=np.int64),
+        count_E=np.empty(experts, dtype=np.int64),
+        token_WP=np.empty((len(load_WE), slots)),
+        load_WR=np.empty((len(load_WE), ranks)),
+    )
+
+
+def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
+    """Put a placement into the layer; return what it is worth, the mean and in each scenario."""
+    layer.slot_P[:] = slot_P
+    split_evenly(layer)
+    fill_to_level(layer, PARAMETERS.sweeps, PARAMETERS.tolerance)
+    peak_W = np.empty(len(layer.load_WE))
+    return judge(layer, peak_W)[0], peak_W
 
 
 @jit(error_model="numpy")

@@ -9,34 +9,23 @@ import numpy as np
 
 from ...placement import EMPTY
 from ...utils.jit import jit
+from ..parameters import PARAMETERS
 from .align import names
-from .layer import FloatArray, IntArray
-
-HOME_SLACKS = (1.0, 0.5, 0.25, 0.12, 0.05, 0.0)
-"""Of the even rank load: an expert keeps its home rank while that is heavier than the lightest by no more. From few
-moves to many; for homes alone. With replicas, homes are either kept or all dealt again."""
+from .layer import FloatArray, IntArray, Layer
 
 
-def starts(
-    load_E: FloatArray, now_P: IntArray, ranks: int, homes: int, source_EN: FloatArray, crossing_price: float
-) -> Iterator[IntArray]:
-    """Yield int64 ``[P]`` each.
-
-    Args:
-        load_E: the mean load of the scenarios, in units of the even rank load.
-        now_P: the current placement.
-        source_EN, crossing_price: as in `layer.Layer`.
-    """
-    per_rank = len(now_P) // ranks
+def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
+    """Yield int64 ``[P]`` each, for the mean load of the scenarios, in units of the even rank load."""
+    now_P, homes, per_rank, ranks = layer.now_P, layer.homes, layer.per_rank, len(layer.held_RE)
     replicas = per_rank - homes
     distance_K = ring_distances(ranks, replicas)
-    near_EN = ranks * crossing_price * (1.0 - source_EN)
+    near_EN = ranks * layer.crossing_price * (1.0 - layer.source_EN)
     nowhere_EN = np.zeros_like(near_EN)
-    dealt = [(0, False, slack, nowhere_EN) for slack in HOME_SLACKS]
+    dealt = [(0, False, slack, nowhere_EN) for slack in PARAMETERS.home_slacks]
     if replicas:
         hottest_N = sorted({0, ranks * replicas // 2, ranks * replicas})
         dealt = [(hottest, keep, -1.0, nowhere_EN) for hottest in hottest_N for keep in (True, False)]
-    if crossing_price > 0.0:
+    if layer.crossing_price > 0.0:
         dealt += [(hottest, False, 0.0, near_EN) for hottest in sorted({0, ranks * replicas})]
     for hottest, keep, slack, far_EN in dealt:
         slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, slack, far_EN)

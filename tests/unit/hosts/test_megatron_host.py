@@ -57,7 +57,7 @@ def installed(**own: Any) -> Any:
     from types import SimpleNamespace
 
     from eplb_runtime.hosts.megatron.layer import install
-    from eplb_runtime.load.expert_clock import ExpertClock
+    from eplb_runtime.load.clock import ExpertClock
 
     config = SimpleNamespace(
         overlap_moe_expert_parallel_comm=False,

@@ -30,8 +30,8 @@ from eplb_runtime.hosts.attaching.unregistered import (
 )
 from eplb_runtime.hosts.transformers.describe import _Padding
 from eplb_runtime.hosts.walks import Walk
-from eplb_runtime.load import aggregate
-from eplb_runtime.load.expert_clock import ExpertClock
+from eplb_runtime.load import counter as load_counter
+from eplb_runtime.load.clock import ExpertClock
 from eplb_runtime.moe.experts.registry import ExpertTensors
 
 
@@ -255,7 +255,7 @@ def test_a_copy_to_the_host_ends_on_the_stream_that_it_runs_on(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: SimpleNamespace(copy_=lambda *source, **how: None))
     on_gpu = SimpleNamespace(device=torch.device("cuda", 3), shape=torch.Size([2]), dtype=torch.int64)
-    aggregate.HostCopy(on_gpu).wait()  # type: ignore[arg-type]
+    load_counter.HostCopy(on_gpu).wait()  # type: ignore[arg-type]
     assert recorded == ["stream of cuda:3"]
 
 

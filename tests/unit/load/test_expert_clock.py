@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from eplb_runtime.load.clock import StepClock
-from eplb_runtime.load.expert_clock import ASSUMED_SHARE, ExpertClock, ExpertShare, SampledStep, median_time
+from eplb_runtime.load.clock import ASSUMED_SHARE, ExpertClock, ExpertShare, SampledStep, StepClock, median_time
 
 
 class FakeClock(ExpertClock):

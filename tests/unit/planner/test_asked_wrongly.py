@@ -32,7 +32,7 @@ def asked(**terms: Any) -> Any:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number for a topology": ({"topology": 4}, "topology is a int: give a Topology"),
     "a dict for costs": ({"cost": {"home_bytes": 1}}, "cost is a dict: give a CostModel"),
-    "a list of policies": ({"policy": ["static"]}, "policy is a list: choose one of"),
+    "a list of policies": ({"policy": ["static"]}, "is unknown; choose one of"),
     "a policy of earlier releases": ({"policy": "swaps"}, "choose incremental, or deepseek with layout='home'"),
     "ragged speeds": ({"rank_speed": [1, 1, 1, [2]]}, "rank_speed is not an array"),
     "speeds that are trained": ({"rank_speed": torch.ones(4, requires_grad=True)}, "rank_speed is not an array"),

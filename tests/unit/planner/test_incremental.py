@@ -41,6 +41,18 @@ def test_noise_of_the_windows_moves_nothing_and_is_the_reason(windows: int) -> N
     assert sum(moved) <= 2
 
 
+def test_jumps_that_nothing_foretells_move_nothing_after_the_first_plan() -> None:
+    """In each window another expert takes an eighth of all tokens."""
+    generator, current, moved = np.random.default_rng(26), Placement.initial(2, 128, 16, 1), []
+    load = generator.poisson(1800.0, (20, 2, 128)).astype(float)
+    np.put_along_axis(load, generator.integers(128, size=(20, 2, 1)), 1800 * 127 / 7, axis=2)
+    terms = {"slots_per_rank": 9, "cost": CostModel(home_bytes=1, step_seconds=4.0), "gate": "payoff"}
+    for end in range(1, 20):
+        made = plan(load[max(0, end - 8) : end], Topology(16, 8), current=current, **terms)
+        current, moved = made.placement, [*moved, made.moved_slots]
+    assert moved[0] and not any(moved[2:])
+
+
 @pytest.mark.parametrize(
     ("code", "terms", "home_bytes"),
     [
@@ -230,9 +242,6 @@ def test_nothing_of_it_is_compiled() -> None:
     """The control: the last line, by another policy."""
     ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
     assert "line 18" in ended.stderr and "was compiled" in ended.stderr, ended.stderr
-
-
-# -- Slow ranks get less, ranks that are gone get nothing and lose no expert
 
 
 SLOW_RANKS, SLOW_EXPERTS, SLOW_LAYERS = 8, 64, 3
