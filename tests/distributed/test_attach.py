@@ -295,6 +295,22 @@ def test_no_hook_on_gradients_is_left() -> None:
     assert run_ranks(2, hooks_left) == [{0}, {0}]
 
 
+def layers_called(rank: int) -> tuple[str, list[int]]:
+    """What is said where rank 1 alone is refused, and which ranks have called experts by then."""
+    model = make_model("olmoe")
+    experts, called = model.model.layers[0].mlp.experts, []
+    own = experts.forward
+    experts.forward = lambda *given: called.append(rank) or own(*given)  # type: ignore[func-returns-value]
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if rank == 0 or "experts" not in name])
+    return said_by(lambda: attach(model, optimizer)), called
+
+
+def test_layers_are_called_once_no_rank_is_refused() -> None:
+    """A layer of the user's own may wait for other ranks."""
+    for said, called in run_ranks(2, layers_called):
+        assert "the optimizer does not hold" in said and called == []
+
+
 def comes_late(rank: int) -> list[str]:
     """Rank 1 comes when rank 0 has said that it waits."""
     store = dist.distributed_c10d._get_default_store()
