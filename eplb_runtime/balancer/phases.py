@@ -50,6 +50,7 @@ class Phases:
             return 0
         if self._rebalancer.finish():
             self._loop.on_moved()
+        self._runtime.registry.note_state_here()
         self._loop.suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()
         if replicas is not None:

@@ -96,7 +96,7 @@ class Rebalancer(LoopHooks):
         self._restores = self._attempts = self._boundaries = self._next_sampled = self._known_home_bytes = 0
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
-        self._pause_seconds = 0.0
+        self._pause_seconds, self._last_cause = 0.0, ""
         self._reported = self._placement
         self._earlier: list[tuple[int, Placement]] = []
         self.control = ControlChannel(groups, self._make_transport, partial(use_device, runtime.device), self._at_point)
@@ -189,7 +189,7 @@ class Rebalancer(LoopHooks):
         self._counter.advance()
         self._boundaries += 1
         decides = interval is not None and self.step % interval == 0
-        self._registry.note_state(self.step)
+        self._registry.note_state(self._boundaries)
         if self.overlapped.in_flight:
             self._advance()
         if self.control.reconnection.under_way:
@@ -522,8 +522,9 @@ class Rebalancer(LoopHooks):
         return self._placement is not before
 
     def _drop(self, phase: str, cause: str, is_lost: bool, committed: Layers = (), left: Layers = ()) -> None:
-        """Report what came of a rebalance. ``is_lost``: this rank may have lost the others."""
-        logger.warning(
+        """Report what came of a rebalance, each cause as one warning. ``is_lost``: this rank may have lost others."""
+        say, self._last_cause = logger.info if cause == self._last_cause else logger.warning, cause
+        say(
             "step %d: rebalance %s (%s): %s; training goes on with placement epoch %d",
             self.step,
             f"partly committed, in layers {list(committed)} but not all of {list(left)}" if committed else "dropped",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -120,7 +119,7 @@ class ControlChannel:
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue a small collective on the control group, without waiting for it."""
         if not self.reconnection.under_way and not self.worker.closed:
-            self.worker.submit(partial(notice, self.agreement))
+            self.submit(lambda _, agreement: notice(agreement))
 
     def reconnect(self, boundary: int) -> Link | None:
         """Use new connections if all ranks meet at this boundary; None: there are none yet."""

@@ -41,7 +41,7 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1291,
     "utils": 629,
-    "distributed": 3700,
+    "distributed": 3699,
     "load": 738,
     "moe": 5103,
     "planner": 2823,

@@ -7,7 +7,9 @@ optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,7 +131,7 @@ class ExpertTensors:
         self._optimizers = list(optimizers)
         self._move_gradients = move_gradients
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
-        self._state_of_layers: dict[int, frozenset[str]] = {}
+        self._state_of_layers: dict[int, frozenset[str]] = defaultdict(frozenset)
         self._misses_state = False
 
     @property
@@ -184,10 +186,14 @@ class ExpertTensors:
         if not self._misses_state and step & (step - 1):
             return
         self._misses_state = False
-        try:
-            self._state_of_layers = {layer: _names_of_state(self.of_home(layer)) for layer in self.layers}
-        except (OptimizerStateError, RegistryError):  # experts cannot move, which a check of its own says
-            self._state_of_layers = {}
+        self._state_of_layers.clear()
+        self.note_state_here()
+
+    def note_state_here(self) -> None:
+        """Note state that is here besides what was noted, ahead of a pause in which the job may take it away."""
+        with suppress(OptimizerStateError, RegistryError):  # experts cannot move, which a check of its own says
+            for layer in self.layers:
+                self._state_of_layers[layer] |= _names_of_state(self.of_home(layer))
 
     def why_state_lacks(self, tensors: Mapping[int, Sequence[ExpertTensor]] | None = None) -> str:
         """Name optimizer state that was noted and is not among what moves with experts now (``tensors``, by layer;
@@ -197,9 +203,10 @@ class ExpertTensors:
         except (OptimizerStateError, RegistryError):
             return ""
         for layer, of_layer in tensors.items():
-            if missing := self._state_of_layers.get(layer, frozenset()) - _names_of_state(of_layer):
+            if missing := self._state_of_layers[layer] - _names_of_state(of_layer):
                 self._misses_state = True
-                return f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first"
+                said = f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first"
+                return f"{said}, or balancer.adopt(new, instead_of=old)"
         return ""
 
     def leave_gradients(self, layer: int) -> None:
