@@ -25,11 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from ..balancer.gradients.reduction import foreign_hooks
 from ..load.clock import ExpertClock
 from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from .attaching.expert_spans import call_begins, call_ends
+from .attaching.self_test import rows_like, same_to_rounding, seed_generators, untouched, width_of_rows
 
 logger = logging.getLogger("eplb_runtime")
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
@@ -107,9 +109,9 @@ class _Choices:
 def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     """Put tensors ``[E, ...]`` in the place of lists of experts, before an optimizer is made. Not collective.
 
-    The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. One of the modules computes all
-    from now on: its class, its settings and what is set in it later (a dropout, a temperature) hold for all; hooks,
-    functions and objects that experts hold are those of the first. Layers that are stacked already are left alone.
+    The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. A few rows are sent through each
+    expert and through the one module that computes all from now on, and what they give is compared. What is set in that
+    module later (a dropout, a temperature) holds for all. Layers whose experts are stacked already are left alone.
     Checkpoints of the unstacked model are loaded before this call. Two things differ, and a warning says so: an expert
     without tokens has no gradient in a list, and optimizers pass it over; in a stack its gradient is zero, and momentum
     and weight decay go on. And a tensor has a dimension more.
@@ -119,7 +121,8 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
         layers: as ``attach`` will be given; those with a ``compute`` of their own have nothing to stack.
 
     Raises:
-        AttachError: the experts of a list are not equal modules, share tensors, or keep buffers; nothing is changed.
+        AttachError: the experts of a list are not equal modules, compute otherwise, share tensors, or keep buffers;
+            nothing is changed.
     """
     made = []
     for layer in layers:
@@ -367,14 +370,16 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     named = [dict(expert.named_parameters()) for expert in experts]
     kinds = [{key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in own.items()} for own in named]
     for number, expert in enumerate(experts):
-        if kinds[number] != kinds[0] or not named[0] or _settings(expert) != _settings(first):
-            raise AttachError(
-                f"{name}.{number} is not a module as {name}.0 is, and one of them computes all once they are stacked: "
-                "make their settings equal, or keep tensors [E, ...] and say by MoE(..., compute=) how rows run "
-                "through them"
-            )
+        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
+            raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
+        if _hooks(expert) != _hooks(first):
+            raise AttachError(f"{name}.{number} has other hooks than {name}.0: one module computes all of a stack")
         if any(True for _ in expert.buffers()):
             raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
+        if any(foreign_hooks(tensor) for tensor in named[number].values()):
+            raise AttachError(
+                f"weights of {name}.{number} have gradient hooks, which stacking would lose: register them later"
+            )
     ids = {id(tensor) for own in named for tensor in own.values()}
     if len(ids) < len(named) * len(named[0]):
         raise AttachError(f"experts of {name} share tensors: only separate experts can be moved")
@@ -382,18 +387,41 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
         key: nn.Parameter(torch.stack([own[key].detach() for own in named]), requires_grad=named[0][key].requires_grad)
         for key in named[0]
     }
-    stacked = StackedExperts(deepcopy(first).to("meta"), tensors).train(experts.training)
+    template = deepcopy(first).to("meta")
+    if not next(first.parameters()).is_meta:
+        _check_same_results(name, experts, template)
+    stacked = StackedExperts(template, tensors).train(experts.training)
     _of_lists[stacked] = {f"{name}.{key}": weakref.ref(parameter) for key, parameter in experts.named_parameters()}
     return stacked
 
 
-def _settings(expert: nn.Module) -> list[Any]:
-    """Return for each module in an expert its class, what it prints, and its own attributes that are plain values."""
-    plain, own = (bool, int, float, str, tuple, list, dict), vars(nn.Module()).keys()
-    return [
-        (type(part), repr(part), {k: repr(v) for k, v in vars(part).items() if k not in own and type(v) in plain})
-        for part in expert.modules()
-    ]
+def _hooks(expert: nn.Module) -> list[Any]:
+    """Hooks on the forward and backward passes of an expert and of the modules in it."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [[*getattr(module, name).values()] for module in expert.modules() for name in names]
+
+
+def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:
+    """Refuse an expert that gives other results, with dropout or without, than ``template`` with its weights."""
+    first = next(experts[0].parameters())
+    sizes = [size for tensor in experts[0].parameters() for size in reversed(tensor.shape)]
+    with untouched([experts, template], template, first.device), torch.no_grad():
+        if (width := width_of_rows(experts[0], sizes, first)) is None:
+            return
+        rows = rows_like(first, 4, width) * torch.tensor([[0.01], [1.0], [30.0], [1000.0]]).to(first)  # limits show
+        for number, expert in enumerate(experts):
+            for training in (False, True):
+                results = []
+                for module in (expert, template):
+                    seed_generators()
+                    given: dict[str, Tensor] = dict(expert.named_parameters())
+                    results.append(functional_call(module.train(training), given, (rows,)))
+                if not same_to_rounding(*results):
+                    raise AttachError(
+                        f"{name}.{number} gives other results for the same rows than {name}.0 gives with the weights "
+                        f"of {name}.{number}, and one of them computes all once they are stacked: make them equal, or "
+                        "keep tensors [E, ...] and say by MoE(..., compute=) how rows run through them"
+                    )
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

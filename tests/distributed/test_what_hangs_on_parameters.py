@@ -55,6 +55,21 @@ def hooked_with_copies(job: Job) -> None:
     job.step(0)
 
 
+def hooked_before(job: Job) -> None:
+    job.experts.down_proj.register_hook(halve)
+    job.attach()
+
+
+def with_gradients(job: Job) -> None:
+    job.backward(0)
+    job.attach()
+
+
+def tied(job: Job) -> None:
+    job.experts.down_proj = job.model.model.layers[0].mlp.experts.down_proj
+    job.attach()
+
+
 def state_of_before_a_migration(job: Job) -> None:
     job.attach()
     job.step(0)
@@ -91,6 +106,9 @@ def registered_after_ddp(job: Job) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
+    "hook": (hooked_before, "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts"),
+    "gradients": (with_gradients, "has a gradient from a backward pass before attach"),
+    "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
     "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_bytes, has_another
 from ...distributed.process_groups import ProcessGroups
@@ -155,10 +156,13 @@ def _check_here(
     """Refuse what one rank can tell by itself: the first finding of each kind, all at once."""
     layers = [layer for stage in stages for layer in stage.host.layers]
     spread = {spread_of(layer.experts) for layer in layers}
+    replaced = [layer for layer in layers if config.replica_slots or spread_of(layer.experts) is None]
     refused: dict[Callable[..., None], str] = {}
     for one in (
         partial(_check_models, stages, layers, config, groups, device),
         *(partial(_check_tensors, layer, groups) for layer in layers),
+        *(partial(_check_nothing_is_lost, layer) for layer in replaced),
+        partial(_check_not_tied, [stage.model for stage in stages], layers),
         partial(check_current, device),
         partial(_check_optimizers, optimizers, layers, config),
         *(partial(_check_sharded, one.model, one.host, config, groups.job) for one in stages if spread - {None}),
@@ -188,6 +192,8 @@ def _check_models(
             raise AttachError(refused)
         if stage.model in recorded:
             raise AttachError("record is open on this model: close it, and attach with BalancerConfig(run=...) instead")
+        if sparse := [name for name, one in stage.model.named_modules() if getattr(one, "sparse", False) is True]:
+            raise AttachError(f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False")
     if len(counts := {layer.num_experts for layer in layers}) > 1:
         raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
     if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
@@ -272,6 +278,40 @@ def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:
             )
 
 
+def _check_nothing_is_lost(layer: MoELayer) -> None:
+    """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
+    for name in layer.parameters:
+        parameter = layer.parameter(name)
+        if foreign_hooks(parameter):
+            raise AttachError(
+                f"{layer.name}.{name} has gradient hooks, and attach puts this rank's experts in its place: register "
+                "them after attach, without replica slots, on the parameter that the module has then"
+            )
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            raise AttachError(
+                f"{layer.name}.{name} has a gradient from a backward pass before attach, which would not be averaged: "
+                "step first, or clear it (optimizer.zero_grad())"
+            )
+
+
+def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
+    """Each expert tensor is in one place; in the others it would go on as it is, with all experts."""
+    of_layer = {
+        id(layer.parameter(name)): (layer.experts.get_submodule(name.rpartition(".")[0]), f"{layer.name}.{name}")
+        for layer in layers
+        for name in layer.parameters
+    }
+    for model in models:
+        for path, module in model.named_modules():
+            for own_name, parameter in module._parameters.items():
+                owner, name = of_layer.get(id(parameter), (module, ""))
+                if owner is not module:
+                    raise AttachError(
+                        f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
+                        "module that holds them (one experts module in both layers), or untie them"
+                    )
+
+
 def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
     if groups.job.divided_rows:
         if wrong := why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks)):
@@ -311,6 +351,12 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
             check_elementwise(optimizer, of_experts, each=each, known=config.elementwise)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
+        values = (value for state in optimizer.state.values() for value in state.values())
+        if any(isinstance(value, Tensor) and value.is_meta for value in values):
+            raise AttachError(
+                f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
+                "use an optimizer that makes it at its first step, or build the model with memory"
+            )
     held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if not optimizers:
         return

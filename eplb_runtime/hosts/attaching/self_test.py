@@ -49,7 +49,17 @@ class LayerTest:
 
 def try_layers(layers: Sequence[MoELayer], guard: str) -> list[LayerTest]:
     """Try each whose experts are whole here, and plain tensors with memory; with ``guard="off"`` none."""
-    return [LayerTest() if guard == "off" else _tried(layer) for layer in layers]
+    return [_tried(layer) if guard != "off" else LayerTest() for layer in layers]
+
+
+def _tried(layer: MoELayer) -> LayerTest:
+    weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
+    whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
+    if layer.compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
+        return LayerTest()
+    owner = getattr(layer.run, "__self__", None)
+    modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
+    return try_layer(modules, layer.compute, weights, layer.run)
 
 
 def problems_of(layers: Sequence[MoELayer], tests: Sequence[LayerTest]) -> list[str]:
@@ -57,22 +67,24 @@ def problems_of(layers: Sequence[MoELayer], tests: Sequence[LayerTest]) -> list[
     return [f"{test.problem} ({layer.name})" for layer, test in zip(layers, tests, strict=True) if test.problem]
 
 
-def _tried(layer: MoELayer) -> LayerTest:
-    weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
-    compute, run = layer.compute, layer.run
-    whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
-    if compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
-        return LayerTest()
-    owner, device = getattr(run, "__self__", None), weights[0].device
-    modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
-    with _untouched(modules, compute, device), torch.no_grad(), suppress(Exception):  # it fails in its own words later
+def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
+    """Call a layer's experts.
+
+    Args:
+        modules: those that are called, with all inside.
+        weights: of all experts, ``[E, ...]`` each.
+        run: the layer's own way; None: it cannot be called now.
+    """
+    device = weights[0].device
+    with untouched(modules, compute, device), torch.no_grad(), suppress(Exception):  # it fails in its own words later
         generator = torch.Generator(device).manual_seed(_SEED)
         made_up = [_made_up(tensor, generator) for tensor in weights]
+        sizes = [size for tensor in weights for size in reversed(tensor.shape[1:])]
         number = _ROWS * len(made_up[0])
-        width = _width_of_rows(lambda rows: _through(compute, rows, made_up), weights, number)
+        width = width_of_rows(lambda rows: _through(compute, rows, made_up), sizes, weights[0], number)
         if width is None:
             return LayerTest()
-        rows = _rows_like(weights[0], number, width)
+        rows = rows_like(weights[0], number, width)
 
         def draws() -> bool:
             before = _generators(device)
@@ -102,16 +114,16 @@ def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) 
     for row in range(0, len(rows), _ROWS):
         counts = [int(slot == row // _ROWS) for slot in range(len(weights[0]))]
         alone = compute(rows[row : row + 1], SlotCounts.of(counts, rows.device), weights)
-        if not _same_to_rounding(alone, together[row : row + 1]):
+        if not same_to_rounding(alone, together[row : row + 1]):
             return "let a row's result depend on that row alone: it changes when other rows are computed with it"
     turned = [tensor.roll(1, 0) for tensor in weights]
-    if not _same_to_rounding(_through(compute, rows.roll(_ROWS, 0), turned), together.roll(_ROWS, 0)):
+    if not same_to_rounding(_through(compute, rows.roll(_ROWS, 0), turned), together.roll(_ROWS, 0)):
         return "keep what belongs to an expert in its tensors, which move: its code depends on the slot's number"
     return ""
 
 
 def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[Tensor]) -> str:
-    experts, hidden_TD = len(weights[0]), _rows_like(weights[0], _CROWD, width)
+    experts, hidden_TD = len(weights[0]), rows_like(weights[0], _CROWD, width)
     ids = torch.stack([torch.zeros(_CROWD), 1 + torch.arange(_CROWD) % max(1, experts - 1)], dim=1)
     ids_TK = ids.long()[:, : min(2, experts)].to(hidden_TD.device)
     weights_TK = torch.tensor([0.55, 0.25], device=hidden_TD.device).to(hidden_TD.dtype)[: ids_TK.shape[1]]
@@ -123,7 +135,7 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
     out_MD = compute(rows_MD, SlotCounts.of(counts, rows_MD.device), list(weights))
     weighed = torch.empty_like(out_MD).index_copy_(0, order, out_MD) * weights_TK.reshape(-1, 1)
     expected_TD = weighed.unflatten(0, ids_TK.shape).sum(1)
-    if own_TD.shape != expected_TD.shape or _same_to_rounding(own_TD, expected_TD):
+    if own_TD.shape != expected_TD.shape or same_to_rounding(own_TD, expected_TD):
         return ""
     return (
         "let the method that attach replaces give no more than router weight times expert, added up (no shared expert, "
@@ -131,18 +143,19 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
     )
 
 
-def _width_of_rows(call: Callable[[Tensor], Tensor], weights: Sequence[Tensor], number: int) -> int | None:
-    """Return the first size of the weights whose rows the call takes and gives; None: it takes none."""
-    sizes = [size for tensor in weights for size in reversed(tensor.shape[1:])]
+def width_of_rows(
+    call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor, number: int = _ROWS
+) -> int | None:
+    """The first of these sizes whose rows the call takes and gives; None: it takes none."""
     for width in dict.fromkeys(size for size in [*sizes, 8] if size > 0):
         with suppress(Exception):
-            rows = _rows_like(weights[0], number, width)
+            rows = rows_like(like, number, width)
             if call(rows).shape == rows.shape:
                 return width
     return None
 
 
-def _same_to_rounding(one: Tensor, other: Tensor) -> bool:
+def same_to_rounding(one: Tensor, other: Tensor) -> bool:
     """Return whether two results are equal, as far as dtypes can tell."""
     most = _ROUNDING.get(one.dtype, 1e-3) * other.abs().amax(-1, keepdim=True).nan_to_num(0.0, 0.0)
     return one.shape == other.shape and bool(
@@ -155,7 +168,7 @@ def _through(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) -> Tenso
     return compute(rows, SlotCounts.of([len(rows) // slots] * slots, rows.device), weights)
 
 
-def _rows_like(like: Tensor, number: int, width: int) -> Tensor:
+def rows_like(like: Tensor, number: int, width: int) -> Tensor:
     """Rows ``[number, width]``, the same ones in each call."""
     rows = torch.randn(number, width, generator=torch.Generator().manual_seed(_SEED))
     return rows.to(like.device, like.dtype)
@@ -174,8 +187,15 @@ def _generators(device: torch.device) -> tuple[object, ...]:
     return state.numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
+def seed_generators() -> None:
+    """Let experts draw the same numbers in the next call, inside of `untouched`."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    np.random.seed(_SEED)  # noqa: NPY002
+
+
 @contextmanager
-def _untouched(modules: Sequence[nn.Module], compute: object, device: torch.device) -> Iterator[None]:
+def untouched(modules: Sequence[nn.Module], compute: object, device: torch.device) -> Iterator[None]:
     """Inside, modules are in evaluation mode; at the end they and all generators are as they were."""
     inside = {id(part): part for module in modules for part in module.modules()}.values()
     attributes = [(part, dict(vars(part))) for part in (*inside, compute) if hasattr(part, "__dict__")]

@@ -128,12 +128,16 @@ def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Mo
     """Give meta buffers memory; the model's own code, or MetaError, fills those that checkpoints leave out."""
     for module in model.modules():
         missing = [name for name, _ in _meta_buffers(module) if name in module._non_persistent_buffers_set]
-        for name in missing:
-            module._buffers[name] = blank(module._buffers[name].shape, module._buffers[name].dtype, device)  # type: ignore[union-attr]
-        if missing:
-            remake(module)
-        for name in missing:
-            if module._buffers[name].isnan().any():  # type: ignore[union-attr]
+        filled = []
+        for value in (0, 1):
+            for name in missing:
+                module._buffers[name] = torch.full_like(module._buffers[name], value, device=device)  # type: ignore[arg-type]
+            if missing:
+                remake(module)
+            filled.append([module._buffers[name].clone() for name in missing])  # type: ignore[union-attr]
+        for name, first, second in zip(missing, *filled, strict=True):
+            # Whatever its code leaves as it was, is different after two different starts.
+            if not torch.equal(first, second):
                 raise MetaError(
                     f"buffer {name} of {type(module).__name__} is in no checkpoint and the model's code does not make "
                     "it again: build the model with its buffers off the meta device"

@@ -8,7 +8,7 @@ be written a piece at a time, by the rank that has the piece. Nothing is known o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ def folder_weights(view: LogicalView, as_in_model: bool = False) -> list[Weight]
         raise CheckpointError(
             f"the library's conversion of this model cannot be done a tensor at a time ({odd[0]}): use checkpoint.save"
         )
+    _check_experts(found, whole, convert)
     return found
 
 
@@ -192,6 +193,23 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
         if all(made.get(name.replace("*", str(number))) == spec for number in range(count)):
             return name
     return ""
+
+
+def _check_experts(found: Iterable[Weight], whole: Mapping[str, Tensor], convert: Convert) -> None:
+    """Two experts of nothing but 0 and 1 must arrive under these numbers; once for each parameter of a layer."""
+    seen = set()
+    for weight in found:
+        name = weight.names[0]
+        kind, row = name.rpartition(".")[2], whole[name].shape[1:]
+        if weight.by_expert is None or weight.keeps_values or kind in seen or len(whole[name]) < 2:
+            continue
+        seen.add(kind)
+        numbers = torch.arange(2, dtype=torch.uint8).view(2, *(1 for _ in row)).expand(2, *row)
+        made = convert({name: numbers})
+        for expert in range(2):
+            for _, key, at in weight.places_of(expert):
+                if key not in made or not bool((made[key] if at is None else made[key][at]).eq(expert).all()):
+                    raise CheckpointError(f"the library's conversion of {name} mixes experts: use checkpoint.save")
 
 
 def _specs(state: Mapping[str, Tensor]) -> dict[str, TensorSpec]:

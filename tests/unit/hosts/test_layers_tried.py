@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,8 @@ def odd_one(way: Callable[[float], Any], slope_of: Callable[[Any, Tensor], Any])
 WAYS: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Any]]] = {
     "a number": (lambda slope: slope, lambda way, hidden: way),
     "a dict": (lambda slope: {"slope": slope}, lambda way, hidden: way["slope"]),
-    "a module": (lambda slope: nn.LeakyReLU(slope), lambda way, hidden: way(hidden)),
+    "a tensor": (torch.tensor, lambda way, hidden: way),
+    "a partial": (lambda slope: partial(torch.mul, slope), lambda way, hidden: way(hidden)),
 }
 
 
@@ -206,8 +208,14 @@ def refusal(model: nn.Module) -> str:
 def test_an_expert_with_another_setting_is_named(kept_as: str) -> None:
     way, slope_of = WAYS[kept_as]
     said = refusal(odd_one(way, slope_of))
-    assert f"experts.{ODD} is not a module as experts.0 is" in said
+    assert f"experts.{ODD} gives other results" in said
     eplb.stack_experts(model_of(*[way(1.0)] * LISTED, slope_of=slope_of), LAYERS)
+
+
+def test_a_rebound_forward_computes_with_another_experts_weights() -> None:
+    model = model_of(*[1.0] * LISTED)
+    model.experts[ODD].forward = model.experts[0].forward
+    assert f"experts.{ODD} gives other results" in refusal(model)
 
 
 def test_what_a_compute_sorts_it_sorts_stably() -> None:
