@@ -92,7 +92,7 @@ class Job:
 
     def still(self) -> Job:
         """A job like this one whose experts stay, after as many steps."""
-        still = type(self)(self.rank, overlap=False, **self._alike)
+        still = Job(self.rank, overlap=False, timeout_seconds=30.0, **self._alike)
         while still.steps < self.steps:
             still.step()
         return still

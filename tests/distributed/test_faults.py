@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moe_models import batch_of
 from ranks import run_ranks
 from support import training
-from support.seen import said_by, same
+from support.seen import said_by
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
@@ -40,27 +40,17 @@ ABORTED = 24
 
 
 class Job(beside.Job):
-    """With experts that move at every decision between steps, unless its policy is static."""
+    """With experts that move at every decision between steps."""
 
-    def __init__(self, rank: int, timeout_seconds: float, policy: str = "incremental", **settings: Any) -> None:
-        super().__init__(rank, overlap=False, policy=policy, gate="always", timeout_seconds=timeout_seconds, **settings)
+    def __init__(self, rank: int, timeout_seconds: float, **settings: Any) -> None:
+        settings |= {"policy": "incremental", "gate": "always", "timeout_seconds": timeout_seconds}
+        super().__init__(rank, overlap=False, **settings)
         self.decisions = self.balancer.rebalancer.decisions
-        if policy != "static":
-            plan_by(self.balancer, plan_shuffle)
+        plan_by(self.balancer, plan_shuffle)
 
     def until_next(self, *kinds: type) -> Any:
         """Train until something of these kinds happens, which is at the same step on all ranks."""
         return self.until(kinds, most=100_000)
-
-    def finish(self) -> bool:
-        """End this job, and one whose experts stay after as many steps: whether nothing differs."""
-        state, static = self.state(), Job(self.rank, 20.0, "static")
-        self.balancer.close()
-        while static.steps < self.steps:
-            static.step()
-        undisturbed = static.state()
-        static.balancer.close()
-        return static.losses == self.losses and same(undisturbed, state)
 
     def shift(self) -> eplb.Placement:
         """The placement in which each expert is where another was."""
@@ -117,7 +107,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     gone.set()
     job.until_next(BalancingResumed)
     job.until_next(RebalanceCommitted)
-    said["same"] = job.finish()
+    said["same"] = job.equals(job.still())
     said["ended"] = [event.cause for event in balancer.events.of_type(BalancingEnded)]
     return said
 
@@ -225,7 +215,7 @@ def break_many(rank: int) -> dict[str, Any]:
         "aborted": aborted[:6],
         "committed": committed == job.steps,
         "reconnected": reconnected,
-        "same": job.finish(),
+        "same": job.equals(job.still()),
     }
 
 
@@ -253,7 +243,7 @@ def half_way(rank: int) -> dict[str, Any]:
     job.engine.probe = fail
     aborted, after = job.until_next(RebalanceAborted), job.balancer.placement
     committed = job.until_next(RebalanceCommitted).digest
-    return {"aborted": aborted, "epoch": after.epoch, "committed": committed, "same": job.finish()}
+    return {"aborted": aborted, "epoch": after.epoch, "committed": committed, "same": job.equals(job.still())}
 
 
 def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_was_committed() -> None:
@@ -273,7 +263,7 @@ def waited_in_vain(rank: int) -> bool:
     job.until_next(RebalanceAborted, BalancingPaused)
     store.set(f"gave up {rank}", "1")  # is there from now on
     job.until_next(RebalanceCommitted)
-    return job.finish()
+    return job.equals(job.still())
 
 
 def test_ranks_that_waited_in_vain_find_together_again() -> None:

@@ -8,20 +8,23 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import forked
+import misuse
 import pytest
+import served
 import torch
 from ranks import run_ranks
 
 from eplb_runtime.cli import main
 from eplb_runtime.tools.bench import train as bench_train
 from eplb_runtime.tools.bench.train import Workload
+from eplb_runtime.tools.verification import verify_command
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "eplb_runtime.cli"
 SKEWED = ("skewed", "skewed, balanced")
 
 
@@ -61,7 +64,7 @@ def test_a_job_that_fails_or_does_not_attach_is_unknown(capfd: pytest.CaptureFix
 
 
 def test_verify_that_is_ended_ends_its_job_and_removes_its_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", COMMAND, "verify", "--", "sh", "-c", "echo $$; exec sleep 600"]
+    command = [sys.executable, "-m", "eplb_runtime.cli", "verify", "--", "sh", "-c", "echo $$; exec sleep 600"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     verify = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     job = next(int(line) for line in verify.stderr or () if line.strip().isdigit())
@@ -131,3 +134,39 @@ def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_k
         assert set(row) == keys
     assert static["homes_moved"] == 0 and static["over_static"] == 1 == result["train"][3]["imbalance"]
     assert homes["homes_moved"] > 0 and homes["imbalance"] < static["imbalance"] > 1.2
+
+
+# -- `eplb-runtime verify` on loops that users could write: those of `support.misuse` that are wrong in one thing,
+# and those that are right
+
+
+EXPECTED: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "ema_in_generator": lambda report: "ema_in_generator" in report["unregistered"][0]["holder"],
+    "compute_by_index": lambda report: report["moved"]["equal"] is False,
+    "compute": lambda report: report["moved"]["equal"] and report["single"]["equal"],
+    "clip_what_attach_has_replaced": lambda report: "before attach are in use still" in report["reason"],
+    "summed_by_the_loop": lambda report: "times as large as the experts" in report["reason"],
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket behind which jobs run."""
+    path = tmp_path_factory.mktemp("jobs") / "socket"
+    with subprocess.Popen([sys.executable, served.__file__, path], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline() == b"listens\n"
+            yield path
+        finally:
+            server.kill()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", misuse.CASES)
+def test_no_wrong_loop_is_called_right_in_silence_and_no_right_one_wrong(case: str, jobs: Path) -> None:
+    command = [sys.executable, "-S", served.__file__, str(jobs), misuse.__file__, case]
+    report = verify_command(command, steps=8).to_dict()
+    is_silent = report["verdict"] == "right" and not report["said"]
+    assert is_silent == (misuse.CASES[case] in misuse.RIGHT), report
+    assert EXPECTED.get(case, bool)(report), report

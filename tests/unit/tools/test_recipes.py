@@ -57,8 +57,6 @@ LONG = {
     "gpus": "world_size",
 }
 TORCHTITAN = TitanSettings(expert_parallel_degree=4, top_k=2, expert_data_parallel_size=2)
-
-
 TENSOR_PARALLEL = "parallelism_config: {parallelism_config_tp_size: 2}"
 
 

@@ -204,9 +204,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 each_writer = pytest.mark.parametrize("writer", WRITERS)
 
 
-# -- writing -------------------------------------------------------------------------------------------------------
-
-
 @each_writer
 def test_no_output_goes_through_a_link_that_was_planted(tmp_path: Path, writer: str) -> None:
     name, write = WRITERS[writer]
@@ -259,9 +256,6 @@ def test_a_destination_that_will_not_do_is_noticed_beforehand(tmp_path: Path) ->
         require_writable(tmp_path / "file" / "new.json")
     with pytest.raises(IsADirectoryError):
         require_writable(tmp_path / "folder.json")
-
-
-# -- reading -------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_or_pipe_is_not_read(tmp_path: Path) -> None:
