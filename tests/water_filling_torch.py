@@ -20,12 +20,8 @@ def assign_slots(expert_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Te
     """
     flat = expert_TK.reshape(-1).to(torch.int64)
     order = torch.argsort(flat, stable=True)
-    in_order = flat[order]
-    place = torch.arange(len(flat), device=flat.device)
-    first = torch.searchsorted(in_order, in_order)
-    occurrence = torch.empty_like(place)
-    occurrence[order] = place - first
+    occurrence = torch.empty_like(order)
+    occurrence[order] = torch.arange(len(flat), device=flat.device) - torch.searchsorted(flat[order], flat[order])
     expert = flat.clamp(min=0)
-    passed = occurrence[:, None] >= sent_EC.cumsum(1)[expert][:, :-1]
-    slot = copy_slot_EC[expert, passed.sum(1)]
+    slot = copy_slot_EC[expert, (occurrence[:, None] >= sent_EC.cumsum(1)[expert][:, :-1]).sum(1)]
     return torch.where(flat < 0, -1, slot).reshape(expert_TK.shape)

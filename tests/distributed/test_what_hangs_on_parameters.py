@@ -55,16 +55,6 @@ def hooked_with_copies(job: Job) -> None:
     job.step(0)
 
 
-def hooked_before(job: Job) -> None:
-    job.experts.down_proj.register_hook(halve)
-    job.attach()
-
-
-def with_gradients(job: Job) -> None:
-    job.backward(0)
-    job.attach()
-
-
 def tied(job: Job) -> None:
     job.experts.down_proj = job.model.model.layers[0].mlp.experts.down_proj
     job.attach()
@@ -105,9 +95,12 @@ def registered_after_ddp(job: Job) -> None:
     job.step(0)
 
 
-REFUSED: dict[str, tuple[Callable[[Job], None], str]] = {
-    "hook": (hooked_before, "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts"),
-    "gradients": (with_gradients, "has a gradient from a backward pass before attach"),
+REFUSED: dict[str, tuple[Callable[[Job], object], str]] = {
+    "hook": (
+        lambda job: (job.experts.down_proj.register_hook(halve), job.attach()),
+        "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts",
+    ),
+    "gradients": (lambda job: (job.backward(0), job.attach()), "has a gradient from a backward pass before attach"),
     "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
     "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),

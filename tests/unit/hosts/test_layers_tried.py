@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -188,7 +187,6 @@ WAYS: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Any]]] = {
     "a number": (lambda slope: slope, lambda way, hidden: way),
     "a dict": (lambda slope: {"slope": slope}, lambda way, hidden: way["slope"]),
     "a tensor": (torch.tensor, lambda way, hidden: way),
-    "a partial": (lambda slope: partial(torch.mul, slope), lambda way, hidden: way(hidden)),
 }
 
 
