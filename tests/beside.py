@@ -90,9 +90,9 @@ class Job:
     def state(self) -> dict[str, torch.Tensor]:
         return eplb.logical_state_dict(self.model, self.optimizer)
 
-    def still(self) -> Job:
-        """A job like this one whose experts stay, after as many steps."""
-        still = Job(self.rank, overlap=False, timeout_seconds=30.0, **self._alike)
+    def still(self, of: type[Job] | None = None) -> Job:
+        """A job like this one, or of this class, whose experts stay, after as many steps."""
+        still = (of or type(self))(self.rank, overlap=False, timeout_seconds=30.0, **self._alike)
         while still.steps < self.steps:
             still.step()
         return still

@@ -107,7 +107,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     gone.set()
     job.until_next(BalancingResumed)
     job.until_next(RebalanceCommitted)
-    said["same"] = job.equals(job.still())
+    said["same"] = job.equals(job.still(beside.Job))
     said["ended"] = [event.cause for event in balancer.events.of_type(BalancingEnded)]
     return said
 
@@ -215,7 +215,7 @@ def break_many(rank: int) -> dict[str, Any]:
         "aborted": aborted[:6],
         "committed": committed == job.steps,
         "reconnected": reconnected,
-        "same": job.equals(job.still()),
+        "same": job.equals(job.still(beside.Job)),
     }
 
 
@@ -243,7 +243,7 @@ def half_way(rank: int) -> dict[str, Any]:
     job.engine.probe = fail
     aborted, after = job.until_next(RebalanceAborted), job.balancer.placement
     committed = job.until_next(RebalanceCommitted).digest
-    return {"aborted": aborted, "epoch": after.epoch, "committed": committed, "same": job.equals(job.still())}
+    return {"aborted": aborted, "epoch": after.epoch, "committed": committed, "same": job.equals(job.still(beside.Job))}
 
 
 def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_was_committed() -> None:
@@ -263,7 +263,7 @@ def waited_in_vain(rank: int) -> bool:
     job.until_next(RebalanceAborted, BalancingPaused)
     store.set(f"gave up {rank}", "1")  # is there from now on
     job.until_next(RebalanceCommitted)
-    return job.equals(job.still())
+    return job.equals(job.still(beside.Job))
 
 
 def test_ranks_that_waited_in_vain_find_together_again() -> None:
