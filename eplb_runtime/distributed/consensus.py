@@ -264,7 +264,7 @@ def barrier(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks will do. ``connections_broken`` tells that the groups' connections are closed, or that this rank
+    """A decision of all ranks. ``connections_broken`` tells that the groups' connections are closed, or that this rank
     cannot be sure of the others: they have to find together again. ``kind``: one word, for those who act on the cause.
     """
 
@@ -284,7 +284,7 @@ class State(Enum):
 
 
 class Heard(Enum):
-    """What can happen to it."""
+    """Events that a rank with a decision may meet."""
 
     VOTE = "nothing is wrong here: it is about to say yes"
     REFUSE = "something is wrong here, or training cannot wait"
@@ -342,7 +342,7 @@ class Ballot:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What all ranks do, in the words that they all have it in; None: that is not known here yet."""
+        """Return the recorded decision of all ranks, in their common words; None: not known here yet."""
         return self._verdict
 
     def hear(self, heard: Heard, verdict: Verdict) -> bool:

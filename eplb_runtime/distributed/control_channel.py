@@ -21,7 +21,7 @@ from .transports.base import Transport
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 Work = Callable[[dist.ProcessGroup, Agreement], T]
-"""What is done on the control group, with what compares ranks over it."""
+"""Work on the control group, given that group and the agreement over it."""
 
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""

@@ -397,7 +397,7 @@ class InStep:
             yield last
 
     def gather(self, tensors: Any) -> Any:
-        """What the round gave on all ranks, in their order, without what was only to keep step."""
+        """Return the results of a round on all ranks, in their order, without those that only keep step."""
         if self._accelerator.even_batches and len(set(self._rows_R)) == 1:
             return self._gather(tensors)
         return recursively_apply(self._gather_rows, tensors)

@@ -84,7 +84,7 @@ class PlanRequest:
 
     @property
     def is_limited(self) -> bool:
-        """Whether moves have a budget."""
+        """Return whether moves have a budget."""
         return self.max_moves is not None or self.max_bytes is not None
 
     @property

@@ -115,7 +115,7 @@ class HostOptimizer(Protocol):
         """Those that step experts."""
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """As of `moe.experts.optimizer_state.StateOwner`."""
+        """Return live state, as `moe.experts.optimizer_state.StateOwner` says."""
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
         """Likewise."""

@@ -127,7 +127,7 @@ class LowLatency:
         )
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
-        """As `Dispatcher.dispatch`, of what is not refused. One host sync, for the numbers of rows."""
+        """Return the rows of `Dispatcher.dispatch`, of what is not refused. One host sync, for their numbers."""
         width = hidden_TD.shape[1]
         with self._channels.shared("low latency"):
             rows, counts_S, handle, *_ = self._buffer(width).low_latency_dispatch(
@@ -141,7 +141,7 @@ class LowLatency:
         return Dispatched(rows_MD, known_S, None, weights_TK.detach(), hidden_TD.dtype, layout)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
-        """As `Dispatcher.combine`, in bfloat16 on the way."""
+        """Return the sums of `Dispatcher.combine`, in bfloat16 on the way."""
         layout, width = dispatched.metadata, out_MD.shape[1]
         assert isinstance(layout, LowLatencyLayout)
         places = self._group.size() * self.most_tokens

@@ -27,7 +27,7 @@ class StateOwner(Protocol):
     """An optimizer of a framework's own, which may step other tensors than the model's."""
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """What is kept for a parameter of the model, by key: the live memory, none of it the parameter's own."""
+        """Return what is kept for a parameter of the model, by key: live memory, none of it the parameter's own."""
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
         """Other live memory that holds the same numbers as a part of that state, by its key, or as the parameter itself
@@ -43,7 +43,7 @@ PARAMETER = ""
 
 
 def state_of(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
-    """What an optimizer keeps for a parameter; empty: nothing yet."""
+    """Return what an optimizer keeps for a parameter; empty: nothing yet."""
     if isinstance(optimizer, torch.optim.Optimizer):
         state: Mapping[str, Any] = optimizer.state.get(parameter, {})
         return state
