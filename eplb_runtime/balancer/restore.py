@@ -40,12 +40,8 @@ class Restorer:
         )
 
     def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:
-        """Restore a saved placement and its load, when ``barrier`` returns on all ranks. Collective; between steps.
-
-        Raises:
-            PlacementError: the state is unusable; its load is taken where it can be.
-            RuntimeError: ranks were given different states, or the migration was dropped; the old placement stays.
-        """
+        """`Balancer.load_state_dict`, when ``barrier`` returns on all ranks. Of an unusable placement the load is taken
+        where it can be."""
         problem: PlacementError | None = None
         target: Placement | NDArray[np.int64] | None = None
         step, digest = 0, UNUSABLE

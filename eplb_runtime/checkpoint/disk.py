@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
 from . import dcp
 from .optimizers import from_json, numbers_of, to_json
-from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of
+from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -48,17 +48,12 @@ LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay w
 _MOST_BYTES = 1 << 30
 _BLOCK_BYTES = 16 << 20
 
+Format = Literal["safetensors", "dcp"]
 Named = tuple[str, str, Tensor]
 """Part, name and values of a stored tensor."""
 
 
-def save(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Given = None,
-    *,
-    format: Literal["safetensors", "dcp"] = "safetensors",
-) -> None:
+def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
     """Write a checkpoint in logical order, each rank its own experts, into a folder that all ranks see. Collective,
     between steps. On top of its state a rank needs the memory of one expert's tensor. A checkpoint that is in the
     folder already is replaced in one step when the new one is whole. ``format``: ``"safetensors"``: one tensor per
@@ -73,7 +68,7 @@ def save(
     if format == "dcp":
         dcp.save(folder, view)
     else:
-        wait_for_save(view)
+        wait(last_save(view))
         view.refuse_freed("save")
         access = JointAccess.of(view)
         _write(Path(folder), view, access, *access.together(f"{folder} was not saved", lambda: _content(view, access)))
@@ -87,38 +82,29 @@ def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) ->
     ``result()`` raises what went wrong."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("async_save")
+    before, access = last_save(view), JointAccess.of(view)
     if view.balancer is None:
-        wait_for_save(view)  # its thread talks over the same group
-    before, access = _saving(view), JointAccess.of(view)
+        wait(before)  # its thread talks over the same group
     live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
     tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
     if view.balancer is not None:
         access = JointAccess(view.balancer.runtime.groups.background, torch.device("cpu"))
 
     def write() -> None:
-        _ended(before)
+        wait(before)
         _write(Path(folder), view, access, tensors, numbers)
 
     worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
     saving = worker.submit(write)
     worker.shutdown(wait=False)
-    object.__setattr__(view.model, "_eplb_runtime_saving", saving)
+    object.__setattr__(view.model, "_eplb_runtime_saving", [saving])
     return saving
 
 
-def wait_for_save(view: LogicalView) -> None:
-    """Wait for the last `async_save` of this model: a folder has one writer and no reader meanwhile."""
-    _ended(_saving(view))
-
-
-def _saving(view: LogicalView) -> Future[None] | None:
-    return view.model.__dict__.get("_eplb_runtime_saving")
-
-
-def _ended(saving: Future[None] | None) -> None:
-    if saving is not None:
-        with suppress(Exception):  # its own caller hears of it
-            saving.result()
+def last_save(view: LogicalView) -> list[Future[None]]:
+    """The last `async_save` of this model, to wait for: a folder has one writer and no reader meanwhile."""
+    saving: list[Future[None]] = view.model.__dict__.get("_eplb_runtime_saving", [])
+    return saving
 
 
 def log(what: str, folder: str | Path, view: LogicalView) -> None:
@@ -137,7 +123,7 @@ def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], s
     ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
     layout, tied = _layout_of(view)
     numbers = {
-        "layout": {key: asdict(stored) for key, stored in layout.items() if stored.names != (key.partition(".")[2],)},
+        "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
         "tied": tied,
         "optimizer": numbers_of(view, to_json),
         "balancer": balancer,
@@ -146,15 +132,15 @@ def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], s
     return _tensors_of_rank(view, layout, ranks), text if access.ranks[access.number] == ranks[0] else ""
 
 
-def _layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Return how each tensor is stored, by key; and the keys of tied tensors, with the key that they are stored under.
+def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str, str]]:
+    """Return how each tensor is stored; and the keys of tied tensors, with the key that they are stored under.
 
     Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
     number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
     """
     by_host = view.folders.names(view) if view.folders is not None else {}
     entries = list(view.entries())  # alive together: no two have one id by chance
-    layout: dict[str, Stored] = {}
+    layout: list[tuple[Entry, Stored]] = []
     tied: dict[str, str] = {}
     first: dict[tuple[str, int], str] = {}
     for entry in entries:
@@ -162,23 +148,22 @@ def _layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
         if known != entry.key:
             tied[entry.key] = known
         elif entry.part == "model" and entry.name in by_host:
-            layout[entry.key] = by_host[entry.name]
+            layout.append((entry, by_host[entry.name]))
         else:
             name, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
             name = name if entry.layer is None else ".".join(filter(None, (head, "*", name.removeprefix(f"{head}."))))
-            layout[entry.key] = Stored((name,), view.num_experts if entry.layer is not None else 0)
+            layout.append((entry, Stored((name,), view.num_experts if entry.layer is not None else 0)))
     return layout, tied
 
 
-def _tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequence[int]) -> Iterator[Named]:
+def _tensors_of_rank(
+    view: LogicalView, layout: Iterable[tuple[Entry, Stored]], ranks: Sequence[int]
+) -> Iterator[Named]:
     """Yield what this rank writes: its share of its experts, and, by size, of what all ``ranks`` hold; in live memory
     where that is whole. Collective where experts are sliced or tensors sharded: every rank goes through to the end."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     nbytes = dict.fromkeys(ranks, 0)
-    for entry in view.entries():
-        stored = layout.get(entry.key)
-        if stored is None:
-            continue  # tied: stored under another name
+    for entry, stored in layout:
         if entry.layer is None:
             writer = min(nbytes, key=lambda rank: nbytes[rank])
             nbytes[writer] += entry.tensor.nbytes

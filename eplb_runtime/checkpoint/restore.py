@@ -4,6 +4,7 @@ state in memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def load(
     nothing is changed then."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("load", patient=True)
-    disk.wait_for_save(view)
+    wait(disk.last_save(view))
     access, path = JointAccess.of(view), Path(folder)
     unchanged = f"{folder} was not loaded, nothing is changed"
     opens: Callable[[], Saved] = lambda: dcp.FolderOfDCP(folder, view, key)  # noqa: E731

@@ -462,6 +462,7 @@ class LogicalTensors(TensorStream):
 # -- exports of a balancer -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Exporter:
     """The exports of one balancer. Both methods are collective, between steps.
 
@@ -469,13 +470,12 @@ class Exporter:
         weights_of_stages: lists the tensors of each pipeline stage of this rank, as they are now.
     """
 
-    def __init__(self, balancer: Balancer, weights_of_stages: Mapping[int, Callable[[], Sequence[Weight]]]) -> None:
-        self._balancer = balancer
-        self._weights_of_stages = weights_of_stages
+    balancer: Balancer
+    weights_of_stages: Mapping[int, Callable[[], Sequence[Weight]]]
 
     def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
         """`Balancer.named_logical_tensors`."""
-        ranks, problem = self._balancer.runtime.job.ranks, ""
+        ranks, problem = self.balancer.runtime.job.ranks, ""
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             problem = f"bucket_bytes is {bucket_bytes!r}: give a whole number of bytes from 1 on"
         if rank is not None and rank not in ranks:
@@ -491,7 +491,7 @@ class Exporter:
         theirs, problem = _given(tensors, given)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
-        run = self._balancer.rebalancer.run
+        run = self.balancer.rebalancer.run
         # A rank that takes longer to walk its weights is waited for here.
         outcome = run(lambda _, agreement: agreement.go_on("", False, seconds), seconds)
         if found := outcome or run(lambda group, _: first_problem(problem, group)):
@@ -509,14 +509,14 @@ class Exporter:
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
-        tensors = TensorList(self._balancer, {}, dtype)
+        tensors = TensorList(self.balancer, {}, dtype)
         try:
-            problem = problem or self._balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
-            weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
-            tensors = TensorList(self._balancer, weights, dtype)
+            problem = problem or self.balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
+            weights = {stage: listed() for stage, listed in self.weights_of_stages.items()}
+            tensors = TensorList(self.balancer, weights, dtype)
         except Exception as error:
             problem = problem or one_line(error, with_type=True)
-        if found := self._balancer.rebalancer.run(lambda group, _: tensors.agree(options, problem, group)):
+        if found := self.balancer.rebalancer.run(lambda group, _: tensors.agree(options, problem, group)):
             raise ExportError(f"weights cannot be exported: {found}")
         return tensors
 
@@ -557,7 +557,7 @@ def _said(pieces: Sequence[Piece], states: Sequence[int]) -> str:
     others = [piece.name for piece, state in found if state > _EQUAL and piece.expert is None]
     if wrong or others:
         parts = [f"experts that are not the model's: {_named(wrong)}"] if wrong else []
-        parts += [f"tensors that are not the model's: {', '.join(others[:_MOST_NAMED])}"] if others else []
+        parts += [f"tensors that are not the model's: {_first(others)}"] if others else []
         if wrong and _DIFFERS not in states:
             parts.append(
                 "each has the weights of another expert, as a walk by local index (ep_rank * E/R + i) exports them "
@@ -577,8 +577,10 @@ def _named(pieces: Sequence[Piece]) -> str:
     found: dict[Any, set[Any]] = defaultdict(set)
     for piece in pieces:
         found[piece.layer].add(piece.expert)
-    parts = []
-    for layer, experts in sorted(found.items())[:4]:
-        more = f" and {len(experts) - _MOST_NAMED} more" if len(experts) > _MOST_NAMED else ""
-        parts.append(f"layer {layer}: {', '.join(map(str, sorted(experts)[:_MOST_NAMED]))}{more}")
-    return "; ".join(parts) + (f"; and of {len(found) - 4} more layers" if len(found) > 4 else "")
+    parts = [f"layer {layer}: {_first(sorted(experts))}" for layer, experts in sorted(found.items())]
+    return "; ".join(parts[:4]) + (f"; and of {len(parts) - 4} more layers" if len(parts) > 4 else "")
+
+
+def _first(names: Sequence[Any]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(map(str, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
