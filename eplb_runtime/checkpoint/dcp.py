@@ -126,23 +126,24 @@ class FolderOfDCP(Saved):
         self.tensors: dict[str, TensorSpec] = {}
         small: dict[str, Any] = {}  # what is no tensor, and options: each rank reads them by itself
         for fqn, one in found.items():
-            name, spec, path = fqn.removeprefix(prefix), None, paths.get(fqn)
+            part, of, option = paths.get(fqn, ("", "", ""))
+            name = f"optimizer.{of}.{option}" if part == "state" else fqn.removeprefix(prefix)
+            spec = None
             if isinstance(one, TensorStorageMetadata):
                 spec = TensorSpec(tuple(one.size), one.properties.dtype)
-            if path is not None and path[0] == "state":
-                name = f"optimizer.{path[1]}.{path[2]}"
-            if spec is not None and (name.startswith(("model.", "extra.")) or (path and path[0] == "state")):
+            if spec is not None and (part == "state" or fqn.startswith((f"{prefix}model.", f"{prefix}extra."))):
                 self._fqns[name], self.tensors[name] = fqn, spec
-            elif path or name == "eplb_runtime":
+            elif part or fqn == f"{prefix}eplb_runtime":
                 small[fqn] = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype)
         self._read(small, alone=True)
         groups: dict[int, dict[str, Any]] = {}
         numbers: dict[str, dict[str, Any]] = {}
-        for fqn, (part, one, option) in paths.items():
+        for fqn in small:
+            part, of, option = paths.get(fqn, ("", "", ""))
             if part == "param_groups":
-                groups.setdefault(int(one), {})[option] = small[fqn]
-            elif fqn in small:
-                numbers.setdefault(one, {})[option] = small[fqn]
+                groups.setdefault(int(of), {})[option] = small[fqn]
+            elif part:
+                numbers.setdefault(of, {})[option] = small[fqn]
         self.optimizers = [{"param_groups": [groups[n] for n in sorted(groups)], "numbers": numbers}] if paths else []
         self.balancer = _read_header(small.get(f"{prefix}eplb_runtime")).get("balancer")
 

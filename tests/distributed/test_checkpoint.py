@@ -102,7 +102,7 @@ def save_and_go_on(rank: int, job: Job, folder: str, how: str) -> dict[str, Any]
     train(model, optimizer, BEFORE, rank, dist.get_world_size())
     assert not balancer.events.of_type(RebalanceAborted)
     if how == "app":
-        dcp.save({"app": LogicalState(model, optimizer), "other": torch.ones(3)}, checkpoint_id=folder)
+        dcp.save({"app": LogicalState(model, optimizer), "model": {"a": torch.ones(3)}}, checkpoint_id=folder)
     else:
         eplb.checkpoint.save(folder, model, optimizer, format=how)
     return found(rank, model, optimizer, balancer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
@@ -110,6 +111,13 @@ def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put:
     """Let a distributed optimizer save and load no state by place once experts have moved."""
     own = leaf.sharded_state_dict
 
+    def refuse(way: str) -> None:
+        if has_moved():
+            raise RuntimeError(
+                f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have moved: "
+                "use sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
+            )
+
     def sharded_state_dict(
         model_sharded_state_dict: Any,
         is_loading: bool = False,
@@ -117,30 +125,18 @@ def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put:
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
-        if way in BUCKETS and has_moved():
-            raise RuntimeError(_by_place(way))
+        if way in BUCKETS:
+            refuse(way)
         return own(model_sharded_state_dict, is_loading, sharding_type, metadata)
+
+    def by_place(way: str, by_megatron: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse(way)
+        return by_megatron(*args, **kwargs)
 
     put(leaf, "sharded_state_dict", sharded_state_dict)
     for thing in {id(one): one for one in (optimizer, leaf)}.values():
         for name in ("save_parameter_state", "load_parameter_state"):
-            put(thing, name, _refusing(getattr(thing, name), name, has_moved))
-
-
-def _refusing(own: Callable[..., Any], name: str, has_moved: Callable[[], bool]) -> Callable[..., Any]:
-    def by_place(*args: Any, **kwargs: Any) -> Any:
-        if has_moved():
-            raise RuntimeError(_by_place(name))
-        return own(*args, **kwargs)
-
-    return by_place
-
-
-def _by_place(way: str) -> str:
-    return (
-        f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have moved: use "
-        "sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
-    )
+            put(thing, name, partial(by_place, name, getattr(thing, name)))
 
 
 # -- exported weights --------------------------------------------------------------------------------------------------
