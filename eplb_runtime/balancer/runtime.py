@@ -14,7 +14,6 @@ from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter
-from ..moe.dispatch.base import Dispatcher
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors
 from ..moe.kernel_selection import Kernels
@@ -81,7 +80,6 @@ class Runtime:
         kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
         barrier: of all ranks ahead of a collective call.
-        dispatcher: carries tokens; closed on all ranks together.
     """
 
     config: BalancerConfig
@@ -103,7 +101,6 @@ class Runtime:
     kernels: Kernels
     divisors: Divisors
     barrier: Barrier
-    dispatcher: Dispatcher
 
     @property
     def job(self) -> Job:

@@ -352,7 +352,6 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         kernels=kernels,
         divisors=divisors,
         barrier=made.barrier,
-        dispatcher=dispatcher,
     )
 
 
