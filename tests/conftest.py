@@ -53,7 +53,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest begin first, so that no process waits at the end for another's. Skip what torch is too old for."""
+    """The longest files begin first, so that no process waits at the end; what torch is too old for is skipped."""
     seconds = json.loads(SECONDS.read_text())
     items.sort(key=lambda item: -seconds.get(item.path.stem, 0))
     if Version(torch.__version__) < Version("2.13"):
