@@ -40,7 +40,7 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
 @dataclass(frozen=True)
 class LayerContext:
     """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
-    (`moe.routing.kernels`) ``counter`` and ``table`` do it."""
+    (`moe.kernels`) ``counter`` and ``table`` do it."""
 
     counter: LoadCounter
     table: SlotTable
