@@ -20,7 +20,7 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
-from .timing import ratio, slowest
+from . import ratio, slowest
 
 
 @dataclass(frozen=True)
