@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..observe.run_folder import JobRecord
+    from ..observe.run_state import JobRecord
     from ..topology import Topology
 
 PROGRAM = "eplb-runtime"

@@ -10,7 +10,7 @@ from .arguments import LOAD, InputError, add_command, choice, cluster, counted_w
 from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
-    from ..observe.run_folder import JobRecord
+    from ..observe.run_state import JobRecord
 
 EXAMPLES = """
   eplb-runtime simulate runs/first                      # its ranks, nodes and interval, and a replica slot

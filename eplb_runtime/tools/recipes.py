@@ -116,7 +116,7 @@ def read_recipe(path: str) -> Recipe:
     if not kind:
         given, defaults = _of_script(content)
     elif isinstance(content, Mapping) and content.get("host") == "megatron":
-        given, defaults = content, dict.fromkeys((EXPERTS, "moe_router_topk"), OF_THE_MODEL)
+        given, defaults = dict(content), dict.fromkeys((EXPERTS, "moe_router_topk"), OF_THE_MODEL)
     else:
         raise FileError(f'{path}: no recipe: write an object with "host": "megatron" and its settings')
     if all(given.get(name) in (None, 0, 1) for name in (EXPERTS, EP)):
