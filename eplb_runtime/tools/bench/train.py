@@ -134,8 +134,8 @@ def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | N
     ]
     for variant in variants:
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
-        blocks = 0 if variant.name in ("static", "even") else work.settle_blocks  # what never moves settles at once
-        variant.steps(blocks * work.interval + work.interval // 2)
+        settling = 0 if variant.name in ("static", "even") else work.settle_blocks  # what never moves settles at once
+        variant.steps(settling * work.interval + work.interval // 2)
     taken: dict[_Variant, list[float]] = {variant: [] for variant in variants}
     for block in range(work.blocks):
         for variant in variants if block % 2 == 0 else reversed(variants):
