@@ -1,9 +1,9 @@
 """Rank loads and imbalance of a placement under a load, what no placement can beat, the moves between two, and how far
 tokens travel: to a copy on their own rank, on their own node, or on another.
 
-A batch's tokens go to copies on their own rank first, then on their node, then to the rest
-(``moe/routing/sources.py``); so what leaves a node of an expert's tokens is what the copies there do not take. Sources
-are counted by node (suffix N), the ranks of a node send alike.
+A batch's tokens go to copies on their own rank first, then on their node, then to the rest (`split_for_rank`); so what
+leaves a node of an expert's tokens is what the copies there do not take. Sources are counted by node (suffix N), the
+ranks of a node send alike.
 """
 
 from __future__ import annotations
