@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,8 +23,7 @@ from ..events import EventLog
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ..moe.experts.gathering import in_logical_order
-from ..moe.experts.slices import has_memory
+from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
@@ -139,7 +137,6 @@ class Balancer:
         self.closing = ExitStack()
         for end in (
             runtime.groups.close_balancing,
-            lambda: runtime.dispatcher.close(time.monotonic() + config.timeout_seconds),
             self.guard.end,
             self.close_listeners,
             self.rebalancer.close,
@@ -552,7 +549,7 @@ class Balancer:
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
         runtime, channels = self.runtime, self.runtime.channels
-        if not channels.is_open:
+        if channels.second is None:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..balancer.exports import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
-from ..moe.experts.gathering import whole_row
-from ..moe.experts.slices import has_memory
+from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
 from .state import LogicalView, TensorSpec, value_of

@@ -7,7 +7,6 @@ same for all: a row in bfloat16 for each token that visits the busiest rank, ove
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
@@ -19,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig
-from eplb_runtime.moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
-from eplb_runtime.moe.dispatch.permute import PLAIN
+from eplb_runtime.moe.dispatch.choosing import OVER_TORCH, choose_together, make_dispatcher
 from eplb_runtime.moe.kernel_selection import kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.tools.bench.timing import timed
+from eplb_runtime.tools.bench import timed
 from eplb_runtime.tools.launch import launcher_environment
 from eplb_runtime.topology import Topology
 
@@ -75,8 +73,6 @@ def run(
             rows += _rows(many, (repeats, group), home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
     slots_TK = _choices(FEW_TOKENS, ranks * slots, False, 0.0).to(device)
     rows += _rows(few, (repeats, group), slots_TK, slots, hidden, {"routing": "free", "load": "even"})
-    for dispatcher in ways.values():
-        dispatcher.close(time.monotonic() + BalancerConfig().timeout_seconds)
     return {"experts": ranks * slots, "ranks_per_node": topology.ranks_per_node, "ways": rows, "left_out": left_out}
 
 
@@ -87,7 +83,6 @@ def _ways(
     left_out = []
     plain = DispatchContext.of(group, slots)
     ours = device.type == "cuda"
-    by_kernels = kernels_for(device).moves if ours else PLAIN
     if not ours:
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
     for name in ("all_to_all", "hierarchical", "deepep"):
@@ -105,7 +100,7 @@ def _ways(
                 continue
             try:
                 config = BalancerConfig(dispatch=DispatchConfig(name, combine_order=order, **more))
-                context = replace(plain, moves=by_kernels) if config.dispatch.kernels else plain
+                context = replace(plain, kernels=kernels_for(device)) if config.dispatch.kernels else plain
                 made[title, order] = make_dispatcher(config, choice, topology, context)
             except ConfigError as error:
                 left_out.append({"dispatch": title, "why": str(error)})

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.state import CheckpointError, TensorSpec
 from ...checkpoint.stream import Weight, as_named
-from ...moe.experts.matching import MARK
+from ...moe.experts.registry import MARK
 from ..attaching.description import MoELayer
 from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
 
