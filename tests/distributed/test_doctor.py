@@ -113,6 +113,7 @@ def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int,
     return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)], ids=["fast", "slow"])
 def test_a_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
     results = run_ranks(4, measure_modelled, inside, between, SIZES)
@@ -134,6 +135,7 @@ def fail_on_one_rank(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_be_reached_is_an_error_on_all_ranks() -> None:
     said = run_ranks(4, fail_on_one_rank)
     assert "in time" in said[1]

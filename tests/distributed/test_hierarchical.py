@@ -27,6 +27,8 @@ from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.routing.slots import RowCounts
 
+pytestmark = pytest.mark.long
+
 ORDERS: tuple[Literal["logical", "by_rank"], ...] = "logical", "by_rank"
 GROUP_LIMITED = Batch((6, 3, 0, 5), slots=tuple(range(12)), top_k=8)
 IN_BFLOAT16 = replace(GROUP_LIMITED, dtype=torch.bfloat16, weights_dtype=torch.float32)
