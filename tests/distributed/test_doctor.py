@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PRELOAD, run_ranks
+from ranks import run_ranks
 
 from eplb_runtime.cli import main
 from eplb_runtime.distributed import bandwidth
@@ -50,18 +49,6 @@ def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_non
     torch_, half = one
     assert torch_.usable and torch_.intra_node_gb_per_second > 0 and torch_.inter_node_gb_per_second is None
     assert (half.usable, half.why) == (False, "rank 1: pip install wire")
-
-
-# -- What the other tests' ranks are forked from -----------------------------------------------------------------------
-
-
-def missing(rank: int) -> list[str]:
-    return [name for name in PRELOAD if name not in sys.modules]
-
-
-def test_ranks_are_forked_from_a_process_that_has_loaded_everything() -> None:
-    """What it does not find it passes over in silence, and every test takes seconds longer."""
-    assert run_ranks(1, missing) == [[]]
 
 
 # -- Links are measured by messages large enough for them, in a bounded time, the same on every rank -------------------
