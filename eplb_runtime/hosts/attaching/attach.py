@@ -349,10 +349,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
             [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
             shards.replaced,
         ),
-        kernels=kernels,
         divisors=divisors,
         barrier=made.barrier,
-        dispatcher=dispatcher,
     )
 
 
