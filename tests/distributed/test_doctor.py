@@ -54,11 +54,8 @@ def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_non
 # -- Links are measured by messages large enough for them, in a bounded time, the same on every rank -------------------
 
 
-START_SECONDS = 50e-6
-
-
 class Modelled(Transport):
-    """Messages take a start and then their bytes; nothing is really sent.
+    """Messages take 50 us and then their bytes; nothing is really sent.
 
     Args:
         inside, between: bytes/s to a rank of the same pair, and to others.
@@ -79,7 +76,7 @@ class Modelled(Transport):
             raise TransportError("point-to-point messages were not through in time")
         self.sizes.append(sends[0].data.shape[0])
         speed = self.inside if sends[0].peer // 2 == self.rank // 2 else self.between
-        self.clock += START_SECONDS + self.sizes[-1] / speed
+        self.clock += 50e-6 + self.sizes[-1] / speed
         return PendingGroup()
 
     def empty(self, nbytes: int) -> torch.Tensor:
