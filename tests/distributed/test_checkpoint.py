@@ -216,6 +216,7 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("Adagrad, replicas", "sum")])
 def test_the_library_reads_what_each_rank_has_written_a_share_of(name: str, key: str, saved_by: Saved) -> None:
     folders, results = saved_by(4)
@@ -248,6 +249,7 @@ def plain_load(folder: str) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
+@pytest.mark.long
 def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_experts(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
@@ -274,6 +276,7 @@ def wrapped(rank: int) -> None:
     assert differing(eplb.logical_state_dict(plain), eplb.logical_state_dict(torch.compile(plain))) == []
 
 
+@pytest.mark.long
 def test_wrappers_are_looked_through() -> None:
     run_ranks(2, wrapped)
 
