@@ -108,11 +108,12 @@ class _OfOneRank(Tensor):
         return self.clone().as_subclass(_OfOneRank)
 
 
-def warn_once_of_parts() -> Callable[[int, int], None]:
+def warn_once_of_parts() -> Callable[[Homes], None]:
     """Return what says once that a state dict is of this rank alone: kept as a checkpoint, it would lose experts."""
-    say = "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole use "
-    say += "eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank"
-    return cache(lambda here, experts: logger.warning(say, here, experts))
+    line = "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole use "
+    line += "eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank"
+    say = cache(lambda here, experts: logger.warning(line, here, experts))
+    return lambda homes: say(len(homes.here), len(homes.order))
 
 
 def mark_state(
@@ -122,12 +123,12 @@ def mark_state(
     refuse: Callable[[str], None],
     *,
     made_with: list[int] | None = None,
-    on_partial: Callable[[int, int], None] = lambda here, experts: None,
+    on_partial: Callable[[Homes], None] = lambda homes: None,
 ) -> None:
     """Let the state of an experts module say which logical experts its rows are, by a tensor next to the weights, which
     goes wherever they go. ``refuse``: raises on all ranks that load if one gives it a reason. ``made_with``: the
-    experts of this rank where the host made them as tensors of their own. ``on_partial`` is given how many are
-    here, of how many, when a state dict takes this rank's rows, and not live parameters."""
+    experts of this rank where the host made them as tensors of their own. ``on_partial`` is called when a state dict
+    takes this rank's rows, and not live parameters."""
 
     def rows_of(module: nn.Module, state: Mapping[str, Any], prefix: str) -> set[int]:
         own = [state.get(prefix + key) for key, _ in module.named_parameters()]
@@ -143,7 +144,7 @@ def mark_state(
         elif now.num_ranks > 1 and rows_of(module, state, prefix) == {len(now.here)}:
             state[prefix + MARK] = now.mark(next(module.parameters()).device)
             if not any(isinstance(state.get(prefix + key), nn.Parameter) for key, _ in module.named_parameters()):
-                on_partial(len(now.here), len(now.order))
+                on_partial(now)
 
     def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         refuse(why_not(module, state, prefix, metadata))
