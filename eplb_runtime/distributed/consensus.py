@@ -16,6 +16,7 @@ explores the table exhaustively.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -31,12 +32,14 @@ from torch import Tensor
 
 from ..utils.errors import one_line
 from .points import Phase, Probe, unobserved
-from .private_groups import hang_up
 from .store import SETUP_SECONDS, JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
 
 _CPU = torch.device("cpu")
+_CLOSING = timedelta(milliseconds=1)
+_NO_TAG = 0x7FFFFF
+"""Of a message that is never sent: one that met a real message of another size would end the process."""
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
@@ -53,10 +56,6 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
-
-
-class ConsensusError(TransportError):
-    """A rank did not arrive in time, or its connection is gone."""
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -86,6 +85,16 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedel
     return limit
 
 
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close its connections, so that ranks which wait for this one learn it at once."""
+    with contextlib.suppress(RuntimeError):
+        if group.name() != "gloo":
+            group.abort()
+        elif group.size() > 1:
+            # gloo closes all connections of a group when a wait on it expires.
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
+
+
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +109,7 @@ def gather_bytes(
     mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> list[bytes]:
     """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if no rank has any.
-    Raises ConsensusError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
+    Raises TransportError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group, device).total_seconds()
     lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
@@ -119,7 +128,7 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
         seconds = max(0.001, deadline - time.monotonic())
         wait_on_host([work], group, seconds, on_device=mine.device.type != "cpu")
     except RuntimeError as error:
-        raise ConsensusError(f"the ranks could not meet: {one_line(error)}") from error
+        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
     return rows.view(group.size(), -1)
 
 
@@ -315,7 +324,6 @@ TABLE: Mapping[tuple[State, Heard], tuple[State, bool]] = {
 """The state that follows, and whether the rank proposes a word for the record and asks which one it holds. A pair that
 is not in it changes nothing: what is decided stays so."""
 
-_TELLS = (Heard.COMMIT, Heard.ABORT, Heard.SILENCE)
 DECIDED = (State.COMMITTED, State.ABORTED)
 
 
@@ -327,48 +335,39 @@ class Ballot:
 
     Attributes:
         refusal: why this rank has said no before it had said yes; empty: it has not.
+        verdict: the recorded decision of all ranks, in their common words; None: not known here yet.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.refusal = ""
-        self._state = State.OPEN
-        self._verdict: Verdict | None = None
+        self.state = State.OPEN
+        self.verdict: Verdict | None = None
         self._changed = threading.Condition()
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """Return the recorded decision of all ranks, in their common words; None: not known here yet."""
-        return self._verdict
 
     def hear(self, heard: Heard, verdict: Verdict) -> bool:
         """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
         whether to propose a word for the record."""
         with self._changed:
-            before = self._state
-            self._state, proposes = TABLE.get((before, heard), (before, False))
-            if before is State.OPEN and self._state is State.ABORTED:
+            before = self.state
+            self.state, proposes = TABLE.get((before, heard), (before, False))
+            if before is State.OPEN and self.state is State.ABORTED:
                 self.refusal = verdict.cause
-            if self._verdict is not None:
+            if self.verdict is not None:
                 return False
-            if self._state is State.ABORTED and heard is Heard.COMMIT:
+            if self.state is State.ABORTED and heard is Heard.COMMIT:
                 raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
-            if heard in _TELLS and self._state in (State.COMMITTED, State.ABORTED):
+            if heard in (Heard.COMMIT, Heard.ABORT, Heard.SILENCE) and self.state in DECIDED:
                 # No answer after a refusal: no rank commits, but some may not know yet.
                 broken = verdict.connections_broken or heard is Heard.SILENCE
-                commit = self._state is State.COMMITTED
-                self._verdict = replace(verdict, commit=commit, connections_broken=broken)
+                self.verdict = replace(verdict, commit=self.state is State.COMMITTED, connections_broken=broken)
             self._changed.notify_all()
             return proposes
 
     def wait(self, seconds: float) -> bool:
         """Return whether it is known what all ranks do, by now or soon."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._verdict is not None, seconds)
+            return self._changed.wait_for(lambda: self.verdict is not None, seconds)
 
 
 # -- comparing and voting on the control group -------------------------------------------------------------------------
@@ -457,22 +456,27 @@ class Agreement:
         groups' connections; then this rank hangs up, so that no rank waits for it. InDoubt: a rank that has said yes
         has had no answer for ``most_seconds``."""
         if timed_out:
-            return self.stay_away(ballot, Verdict(False, problem, True))
+            return self.refuse(ballot, Verdict(False, problem, True), votes=False)
         if not problem and self._store.silent:
             problem = "the launcher's store does not answer"
         ballot.hear(Heard.REFUSE if problem else Heard.VOTE, Verdict(False, problem))
-        return self._follow(ballot, *self._count(ballot.refusal))
-
-    def refuse(self, ballot: Ballot, verdict: Verdict) -> Verdict:
-        """Say no. A rank that has said yes already can only propose that, and follows what all come to."""
-        return self._follow(ballot, Heard.REFUSE, verdict)
-
-    def stay_away(self, ballot: Ballot, verdict: Verdict) -> Verdict:
-        """`refuse`, and take no part in the vote: who waits for this rank's word there comes back at once."""
         try:
-            return self.refuse(ballot, verdict)
+            _, cause = self.gather_words(b"", ballot.refusal)
+            counted = Verdict(not cause, cause)
+            self._probe(Phase.VOTED, counted)
+            heard = Heard.A_NO if cause else Heard.ALL_YES
+        except Exception as error:
+            heard, counted = Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+        return self._follow(ballot, heard, counted)
+
+    def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
+        """Say no. A rank that has said yes already can only propose that, and follows what all come to. ``votes``:
+        False: take no part in the vote; ranks that wait for this one's word there come back at once."""
+        try:
+            return self._follow(ballot, Heard.REFUSE, verdict)
         finally:
-            hang_up(self._control)
+            if not votes:
+                hang_up(self._control)
 
     def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""
@@ -503,13 +507,3 @@ class Agreement:
     def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
         proposed = json.dumps(astuple(verdict))
         return Verdict(*json.loads(self._store.compare_set(key, proposed, patient=patient, passing=True)))
-
-    def _count(self, problem: str) -> tuple[Heard, Verdict]:
-        """Say this rank's word and hear those of all."""
-        try:
-            _, cause = self.gather_words(b"", problem)
-            counted = Verdict(not cause, cause)
-            self._probe(Phase.VOTED, counted)
-            return (Heard.A_NO if cause else Heard.ALL_YES), counted
-        except Exception as error:
-            return Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ...utils.errors import one_line
-from .. import node_memory
 from ..consensus import first_problem, gather_bytes
-from ..node_memory import node_of_this_rank
-from . import nixl
+from . import nixl, symmetric
 from .base import Transport, TransportError
-from .cuda_ipc import CudaIpc
 from .deepep import DeepEP
 from .nixl import Nixl
 from .nvshmem import Nvshmem
+from .symmetric import CudaIpc, node_of_this_rank
 from .torch_p2p import TorchPointToPoint
 
 logger = logging.getLogger("eplb_runtime")
@@ -29,7 +27,7 @@ logger = logging.getLogger("eplb_runtime")
 def why_rather_not(device: torch.device) -> dict[str, str]:
     """Return why this rank would rather not use each transport that can be chosen, or "". Connects nothing."""
     has_rdma = device.type == "cpu" and nixl.rdma_devices()
-    return {"cuda_ipc": node_memory.why_not(device), "nixl": nixl.why_not() if has_rdma else "no RDMA between CPUs"}
+    return {"cuda_ipc": symmetric.why_not(device), "nixl": nixl.why_not() if has_rdma else "no RDMA between CPUs"}
 
 
 def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> tuple[str, str]:

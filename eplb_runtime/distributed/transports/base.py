@@ -1,14 +1,19 @@
-"""The contract of transports: they post messages and return a `Pending` to poll, wait for or abort."""
+"""The contract of transports: they post messages and return a `Pending` to poll, wait for or abort. Parts that several
+share: the state of messages that a thread carries, a stream next to the training one, and waits with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...utils.worker import Worker
 from ..consensus import TransportError as TransportError
 
 
@@ -81,6 +86,58 @@ class PendingGroup(Pending):
             raise
 
 
+class PendingMessages(Pending):
+    """Messages in flight, counted by the transport's thread: how many are left, until when, why they have failed.
+    ``awaited``: numbers of those received that are not here. ``finished`` is set when all are done, or none will be."""
+
+    def __init__(
+        self, left: int, awaited: Iterable[int], end: float, give_up: Callable[[PendingMessages, str], None]
+    ) -> None:
+        self._give_up = give_up
+        self._awaited = set(awaited)
+        self.left = left
+        self.end = end
+        self.problem = ""
+        self.finished = threading.Event()
+        if not left:
+            self.finished.set()
+
+    def has(self, index: int) -> bool:
+        return self.poll() or index not in self._awaited
+
+    def one_done(self, number: int | None) -> None:
+        """Count a message that was sent, or this one of those received."""
+        self._awaited.discard(-1 if number is None else number)
+        self.left -= 1
+        if self.left == 0:
+            self.finished.set()
+
+    def fail(self, problem: str) -> None:
+        if not self.finished.is_set():
+            self.problem = problem
+            self.finished.set()
+
+    def poll(self) -> bool:
+        if not self.finished.is_set():
+            return False
+        self._raise_if_failed()
+        return True
+
+    def wait(self, deadline: float) -> None:
+        if not self.finished.wait(max(0.0, deadline - time.monotonic())):
+            self._give_up(self, "messages were not through in time")
+        if not self.finished.is_set():
+            raise TransportError("messages were abandoned, and their state is unknown")
+        self._raise_if_failed()
+
+    def abort(self) -> None:
+        self._give_up(self, "messages were aborted")
+
+    def _raise_if_failed(self) -> None:
+        if self.problem:
+            raise TransportError(self.problem)
+
+
 class Transport(ABC):
     """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
 
@@ -120,3 +177,80 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what is the transport's own; nothing may be pending."""
+
+
+# -- parts that several share ------------------------------------------------------------------------------------------
+
+
+def to_others(
+    rank: int, sends: Sequence[Message], receives: Sequence[Message]
+) -> tuple[list[Message], dict[int, Message]]:
+    """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers; this
+    rank's own are copied at once."""
+    own = ([message.data for message in messages if message.peer == rank] for messages in (receives, sends))
+    for arrived, sent in zip(*own, strict=True):
+        arrived.copy_(sent)
+    out = [message for message in sends if message.peer != rank and message.data.numel()]
+    return out, {n: message for n, message in enumerate(receives) if message.peer != rank and message.data.numel()}
+
+
+def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None:
+    """Send a byte to each of these peers, and receive one from each, in one call."""
+    others = list(peers)
+    out, arrived = transport.empty(1).zero_(), transport.empty(max(1, len(others)))
+    transport.post(
+        [Message(peer, out) for peer in others],
+        [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(others)],
+    ).wait(deadline)
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+LEFT_SECONDS = 5.0
+"""Longest wait for work that is still on a stream, as when a rank gives up."""
+
+
+class SideStream:
+    """Where writes and copies run in order; on a CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pointer = 0 if self._stream is None else self._stream.cuda_stream
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            yield
+
+    def after_current(self) -> None:
+        """Let what comes from here on run after what the current stream has to do now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def mark(self) -> Callable[[], bool]:
+        """Asks whether all so far is done."""
+        if self._stream is None:
+            return lambda: True
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.query
+
+
+def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
+    """Ask again and again until it is done; TransportError: the deadline passed."""
+    while not done():
+        if time.monotonic() > deadline:
+            raise TransportError(f"{what} was not done in time")
+        time.sleep(0.0002)
+
+
+def synchronize(device: torch.device, deadline: float) -> None:
+    """Wait until all that the device has to do is done; TransportError: the deadline passed."""
+    if device.type == "cuda":
+        worker = Worker("eplb_runtime transport")
+        try:
+            worker.do(lambda: torch.cuda.synchronize(device), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise TransportError("the device's work did not end in time") from error
+        finally:
+            worker.close(0.0)

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from ..consensus import gather_bytes
-from .base import TransportError
-from .progress import SideStream
+from .base import SideStream, TransportError
 from .windows import ARRIVED, GOODBYE, HALVES, KINDS, Window, Windows, piece_bytes_for
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")

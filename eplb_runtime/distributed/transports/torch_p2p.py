@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import Message, Pending, Transport, TransportError
-from .progress import PendingMessages, to_others, try_out
+from .base import Message, Pending, PendingMessages, Transport, TransportError, to_others, try_out
 
 _POLL_SECONDS = 0.0002
 _CLOSING = timedelta(milliseconds=1)

@@ -24,8 +24,19 @@ from torch import Tensor
 from ...utils.errors import one_line
 from ...utils.worker import ignore_captures_of_others
 from ..consensus import gather_bytes
-from .base import Message, Pending, Transport, TransportError
-from .progress import LEFT_SECONDS, PendingMessages, SideStream, synchronize, to_others, try_out, wait_until
+from .base import (
+    LEFT_SECONDS,
+    Message,
+    Pending,
+    PendingMessages,
+    SideStream,
+    Transport,
+    TransportError,
+    synchronize,
+    to_others,
+    try_out,
+    wait_until,
+)
 
 LOOK_SECONDS = 0.0002
 INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20

@@ -1,6 +1,7 @@
 """Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
 
-Rows of replicas and windows of messages lie in it. All ranks of a node make the same blocks in the same order.
+Rows of replicas lie in it, and windows of messages (`windows.py`), which the copy engines write. All ranks of a node
+make the same blocks in the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import launcher_environment
-from ..utils.errors import one_line
-from .consensus import gather_bytes
+from ...config import launcher_environment
+from ...utils.errors import one_line
+from ..consensus import gather_bytes
+from .base import SideStream, TransportError
+from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
 _CPU = torch.device("cpu")
 _OF_TORCH = "torch.distributed._symmetric_memory"
@@ -178,3 +181,32 @@ class NodeMemory:
     def wait(self, peer: int, channel: int) -> None:
         """Until that rank has put a signal; it is taken."""
         self._blocks[0].handle.wait_signal(peer, channel, self._timeout_ms)
+
+
+class CudaIpc(Windows):
+    """Writes into the windows of other ranks of the node."""
+
+    by = "CUDA IPC"
+
+    def _open(self, deadline: float) -> Window:
+        seconds, ranks = max(1.0, deadline - time.monotonic()), self._group.size()
+        memory = NodeMemory(self._group, self.device, seconds, self._package, self._group_device)
+        piece_bytes = piece_bytes_for(ranks)
+        try:
+            memory.meet(deadline)
+            own = memory.zeros((StreamWindow.nbytes(ranks, piece_bytes),), torch.uint8, self.device)
+            memory.open()
+        except RuntimeError as error:
+            raise TransportError(f"memory of this node's GPUs cannot be opened: {error}") from error
+        return _NodeWindow(memory, own, piece_bytes, self._stream)
+
+
+class _NodeWindow(StreamWindow):
+    """A window in memory of the node."""
+
+    def __init__(self, memory: NodeMemory, own: Tensor, piece_bytes: int, stream: SideStream) -> None:
+        super().__init__(own, memory.rank, memory.size, piece_bytes, stream)
+        self._node = memory
+
+    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
+        self._node.of_peer(peer, place).copy_(source, non_blocking=True)
