@@ -257,7 +257,7 @@ def in_three_places(rank: int) -> tuple[list[str], list[str]]:
             os.environ["GROUP_RANK"] = str(node)
             nixl.rdma_devices = lambda devices=devices: devices
             if broken:
-                windows.try_out = refuse if rank == 2 else lambda *_: None
+                windows.Windows._try_out = refuse if rank == 2 else lambda *_: None  # type: ignore[method-assign]
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
             transport = automatic(group, "gloo", CPU, 60.0)
             transport.warm_up(soon())

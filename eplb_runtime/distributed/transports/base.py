@@ -9,8 +9,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.worker import Worker
@@ -118,34 +120,35 @@ class PendingMessages(Pending):
             self.finished.set()
 
     def poll(self) -> bool:
-        if not self.finished.is_set():
-            return False
-        self._raise_if_failed()
-        return True
+        if self.finished.is_set() and self.problem:
+            raise TransportError(self.problem)
+        return self.finished.is_set()
 
     def wait(self, deadline: float) -> None:
         if not self.finished.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(self, "messages were not through in time")
-        if not self.finished.is_set():
+        if not self.poll():
             raise TransportError("messages were abandoned, and their state is unknown")
-        self._raise_if_failed()
 
     def abort(self) -> None:
         self._give_up(self, "messages were aborted")
-
-    def _raise_if_failed(self) -> None:
-        if self.problem:
-            raise TransportError(self.problem)
 
 
 class Transport(ABC):
     """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
 
     After a `TransportError` or an abort the owner makes a new one; the owner also destroys the groups it was made on.
+
+    Args:
+        group: its ranks; ``backend`` is its backend's name.
+        device: the model's.
+        timeout_seconds: for what is posted, whatever the deadline.
+        package: used in the place of the transport's library.
+
+    Attributes:
+        device: where messages have to be: the model's device, or the CPU when the transport needs host memory.
     """
 
-    device: torch.device
-    """Where messages have to be: the model's device, or the CPU when the transport needs host memory."""
     one_by_one: bool = False
     """Whether what two ranks send each other may be posted at different times: all of what comes first, then bit by bit
     what goes. Others want both in one call."""
@@ -155,10 +158,16 @@ class Transport(ABC):
     be launched in one order on all ranks, or each may keep the other from a device: `post` is called by the thread
     that trains, at the same place of a step on every rank."""
 
-    _timeout: float
+    def __init__(
+        self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
+    ) -> None:
+        self.device = device
+        self._group, self._rank, self._num_ranks = group, group.rank(), group.size()
+        self._group_device = torch.device("cpu") if backend == "gloo" else device
+        self._timeout, self._package = timeout_seconds, package
 
     def wait_at_most(self, seconds: float) -> None:
-        """Give what is posted from here on so long, whatever the deadline, in the place of what it was made with."""
+        """Replace the timeout, for what is posted from here on."""
         self._timeout = seconds
 
     @abstractmethod
@@ -170,38 +179,33 @@ class Transport(ABC):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Begin to send and receive. What is sent has been computed by the current stream; nothing waits here."""
 
-    @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
+        """Return uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (it may have nothing of its own)
         """Give back what is the transport's own; nothing may be pending."""
 
+    def _to_others(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[Message], dict[int, Message]]:
+        """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers;
+        this rank's own are copied at once."""
+        own = ([message.data for message in messages if message.peer == self._rank] for messages in (receives, sends))
+        for arrived, sent in zip(*own, strict=True):
+            arrived.copy_(sent)
+        others = [
+            {n: message for n, message in enumerate(messages) if message.peer != self._rank and message.data.numel()}
+            for messages in (sends, receives)
+        ]
+        return list(others[0].values()), others[1]
 
-# -- parts that several share ------------------------------------------------------------------------------------------
-
-
-def to_others(
-    rank: int, sends: Sequence[Message], receives: Sequence[Message]
-) -> tuple[list[Message], dict[int, Message]]:
-    """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers; this
-    rank's own are copied at once."""
-    own = ([message.data for message in messages if message.peer == rank] for messages in (receives, sends))
-    for arrived, sent in zip(*own, strict=True):
-        arrived.copy_(sent)
-    out = [message for message in sends if message.peer != rank and message.data.numel()]
-    return out, {n: message for n, message in enumerate(receives) if message.peer != rank and message.data.numel()}
-
-
-def try_out(transport: Transport, peers: Iterable[int], deadline: float) -> None:
-    """Send a byte to each of these peers, and receive one from each, in one call."""
-    others = list(peers)
-    out, arrived = transport.empty(1).zero_(), transport.empty(max(1, len(others)))
-    transport.post(
-        [Message(peer, out) for peer in others],
-        [Message(peer, arrived[index : index + 1]) for index, peer in enumerate(others)],
-    ).wait(deadline)
+    def _try_out(self, deadline: float) -> None:
+        """Send a byte to each other rank, and receive one from each, in one call."""
+        out, arrived = self.empty(1).zero_(), self.empty(self._num_ranks)
+        others = [peer for peer in range(self._num_ranks) if peer != self._rank]
+        receives = [Message(peer, arrived[peer : peer + 1]) for peer in others]
+        self.post([Message(peer, out) for peer in others], receives).wait(deadline)
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from importlib import util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from torch import Tensor
 from ...config import ConfigError
 from ...utils.errors import one_line
 from ..consensus import gather_bytes
-from .base import Message, Pending, PendingGroup, SideStream, Transport, TransportError, to_others, try_out, wait_until
+from .base import Message, Pending, PendingGroup, SideStream, Transport, TransportError, wait_until
+from .nixl import rdma_devices
 from .nvshmem import claim
 from .symmetric import node_of_this_rank
 
@@ -39,7 +39,6 @@ RANKS_OF_A_NODE = 8
 """Ranks of one node in DeepEP's kernels where there are several nodes."""
 SIZED_FOR_ROW_BYTES = 16 << 10
 """So that one buffer serves rows of all widths."""
-INFINIBAND = Path("/sys/class/infiniband")
 ROW_BYTES = 14336
 """A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
 CHUNK_BYTES = 128 << 20
@@ -61,9 +60,9 @@ def why_not(device: torch.device | None = None) -> str:
 def no_infiniband() -> str:
     """Return why the low-latency kernels cannot run on this machine, or "". They send by InfiniBand's queue pairs, also
     inside a node, and without any they trap, which ends the CUDA context."""
-    if INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
+    if rdma_devices():
         return ""
-    return f"low_latency_tokens needs InfiniBand, and {INFINIBAND} has no device: leave low_latency_tokens out"
+    return "low_latency_tokens needs InfiniBand, and /sys/class/infiniband has no device: leave low_latency_tokens out"
 
 
 def _no_gpu(device: torch.device | None) -> str:
@@ -166,22 +165,12 @@ class DeepEP(Transport):
     """Carries by `deep_ep.Buffer`. Every rank of the group posts equally often, also where it has no messages."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backend: str,
-        device: torch.device,
-        timeout_seconds: float,
-        package: Any = None,
+        self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
         if package is None and device.type != "cuda":
             raise TransportError(f"transport 'deepep': {why_not(device)}")
-        self.device = device
-        self._group = group
-        self._group_device = torch.device("cpu") if backend == "gloo" else device
-        self._rank, self._num_ranks = group.rank(), group.size()
+        super().__init__(group, backend, device, timeout_seconds, package)
         self._most_rows = max(1, CHUNK_BYTES // ROW_BYTES // self._num_ranks)  # from one rank to another in a call
-        self._timeout = timeout_seconds
-        self._package = package
         self._stream = SideStream(device)
         self._problem = "it is not warmed up"
 
@@ -213,13 +202,13 @@ class DeepEP(Transport):
             self._buffer = shared_buffer(package, self._group, sms, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
             raise TransportError(f"transport 'deepep': {one_line(error)}") from error
-        try_out(self, (peer for peer in range(self._num_ranks) if peer != self._rank), deadline)
+        self._try_out(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Send and receive; all of it is done then. Collective."""
         if self._problem:
             raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
-        out, into = to_others(self._rank, sends, receives)
+        out, into = self._to_others(sends, receives)
         if self._num_ranks > 1:
             self._stream.after_current()
             try:
@@ -228,9 +217,6 @@ class DeepEP(Transport):
                 self._problem = one_line(error)
                 raise TransportError(self._problem) from error
         return PendingGroup()
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         """The buffer stays: taking it down would wait for all ranks."""

@@ -80,7 +80,7 @@ class Nixl(Windows):
         self._agent: Any = new_agent(self._name)
 
     def _open(self, deadline: float) -> Window:
-        ranks = self._group.size()
+        ranks = self._num_ranks
         piece_bytes = piece_bytes_for(2 * ranks)  # of what comes in, and as much for what goes out
         memory = torch.empty(2 * ranks * HALVES * piece_bytes, dtype=torch.uint8, device=self.device)
         try:

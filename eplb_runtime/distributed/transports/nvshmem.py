@@ -114,7 +114,7 @@ class Nvshmem(Windows):
                 raise TransportError(f"EP rank {rank}: {text}")
         if not _running:
             self._start(library, deadline)
-        ranks = self._group.size()
+        ranks = self._num_ranks
         piece_bytes = piece_bytes_for(ranks)
         number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
         if number < len(_windows):
@@ -132,6 +132,5 @@ class Nvshmem(Windows):
         raw[:] = np.frombuffer(words[0], dtype=np.uint8)
         on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
         on.set_current()
-        size = self._group.size()
-        library.core.init(device=on, uid=identity, rank=self._rank, nranks=size, initializer_method="uid")
+        library.core.init(device=on, uid=identity, rank=self._rank, nranks=self._num_ranks, initializer_method="uid")
         _running.append(library)

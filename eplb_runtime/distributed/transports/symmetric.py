@@ -189,7 +189,7 @@ class CudaIpc(Windows):
     by = "CUDA IPC"
 
     def _open(self, deadline: float) -> Window:
-        seconds, ranks = max(1.0, deadline - time.monotonic()), self._group.size()
+        seconds, ranks = max(1.0, deadline - time.monotonic()), self._num_ranks
         memory = NodeMemory(self._group, self.device, seconds, self._package, self._group_device)
         piece_bytes = piece_bytes_for(ranks)
         try:

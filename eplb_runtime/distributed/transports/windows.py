@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,20 +23,8 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from ...utils.worker import ignore_captures_of_others
-from ..consensus import gather_bytes
-from .base import (
-    LEFT_SECONDS,
-    Message,
-    Pending,
-    PendingMessages,
-    SideStream,
-    Transport,
-    TransportError,
-    synchronize,
-    to_others,
-    try_out,
-    wait_until,
-)
+from ..consensus import TransportError, gather_bytes
+from .base import LEFT_SECONDS, Message, Pending, PendingMessages, SideStream, Transport, synchronize, wait_until
 
 LOOK_SECONDS = 0.0002
 INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
@@ -177,17 +165,12 @@ class Windows(Transport):
     def __init__(
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
-        self.device = device
-        self._package = package
-        self._group = group
-        self._group_device = torch.device("cpu") if backend == "gloo" else device
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
+        super().__init__(group, backend, device, timeout_seconds, package)
         self._state = threading.RLock()
         self._pending: list[PendingMessages] = []
         self._thread: threading.Thread | None = None
         self._problem = ""
-        self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
+        self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
         self._stream = SideStream(device)
         self._window: Window | None = None
         self._under_way: list[tuple[Callable[[], bool], _Piece]] = []
@@ -208,12 +191,17 @@ class Windows(Transport):
         window.begin(deadline)
         gather_bytes(b"", self._group, self._group_device, deadline)
         self._window = window
-        try_out(self, self._peers, deadline)
+        self._try_out(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = to_others(self._rank, sends, receives)
+        out, into = self._to_others(sends, receives)
         with self._state:
-            self._refuse_lost({message.peer for message in (*out, *into.values())})
+            unused = self._closed or self._window is None
+            if problem := self._problem or ("it is not warmed up, or closed" if unused else ""):
+                raise TransportError(f"{self.by} is not used any more: {problem}")
+            for message in (*out, *into.values()):
+                if problem := self._peers[message.peer].problem:
+                    raise TransportError(problem)
             pending = PendingMessages(len(out) + len(into), into, time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
@@ -225,9 +213,6 @@ class Windows(Transport):
                 self._peers[message.peer].receives.extend(self._pieces(message, pending, number))
             self._run()
         return pending
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         """The window is its library's to free: that may wait for all ranks. A call of the library that does not come
@@ -337,16 +322,6 @@ class Windows(Transport):
         return [_Piece(part, pending, part is parts[-1], number) for part in parts]
 
     # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _refuse_lost(self, peers: Iterable[int]) -> None:
-        unused = self._closed or self._window is None
-        if problem := self._problem or ("it is not warmed up, or closed" if unused else ""):
-            raise TransportError(f"{self.by} is not used any more: {problem}")
-        for peer in peers:
-            if peer not in self._peers:
-                raise TransportError(f"EP rank {peer} is not connected by {self.by}")
-            if problem := self._peers[peer].problem:
-                raise TransportError(problem)
 
     def give_up(self, pending: PendingMessages, reason: str) -> None:
         """End everything that is not done yet; afterwards nothing of it is read or written."""
