@@ -21,17 +21,17 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..utils.errors import one_line
-from .points import Phase, Probe, unobserved
 from .store import SETUP_SECONDS, JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
@@ -119,6 +119,14 @@ def gather_bytes(
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = _gather(padded.to(device), group, deadline).cpu().numpy()
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_json(
+    mine: Any, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
+) -> list[Any]:
+    """`gather_bytes` of what JSON can say; None is no bytes."""
+    words = gather_bytes(b"" if mine is None else json.dumps(mine).encode(), group, device, deadline)
+    return [json.loads(word) if word else None for word in words]
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
@@ -368,6 +376,49 @@ class Ballot:
         """Return whether it is known what all ranks do, by now or soon."""
         with self._changed:
             return self._changed.wait_for(lambda: self.verdict is not None, seconds)
+
+
+# -- named points of the protocol --------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """Where a rank can stand still, die or fail, in the order in which it comes there: the code calls a probe at each,
+    with what is said of it, and tests and `tests/soak` put faults there."""
+
+    STEPPED = "stepped"
+    """An optimizer step is over, on the training thread. The number of the step."""
+    DECIDING = "deciding"
+    """A decision begins, on the worker's thread. Its key."""
+    PLANNED = "planned"
+    """A plan has come from rank 0. Its bytes, a bytearray that is read afterwards."""
+    PREPARED = "prepared"
+    """This rank has its schedule and its memory. The schedule."""
+    POSTED = "posted"
+    """A round has been posted. The round."""
+    STAGED = "staged"
+    """Experts have come. What is staged, perhaps nothing."""
+    VERIFIED = "verified"
+    """What came is what left. What is staged."""
+    VOTED = "voted"
+    """This rank has said yes or no to a round or a plan, and nothing is recorded yet. The verdict of the vote."""
+    DECIDED = "decided"
+    """The verdict on a round is recorded. The verdict."""
+    AWAITED = "awaited"
+    """With overlap: a forward has come to a layer whose experts are on their way. The layer."""
+    COMMITTING = "committing"
+    """A layer of a round is about to be written. The layer."""
+    COMMITTED = "committed"
+    """A round is committed. The round."""
+    CONNECTED = "connected"
+    """New connections are made, and nothing is recorded yet. The attempt."""
+
+
+Probe = Callable[[Phase, Any], None]
+"""Called at each point with what the rank works on. One that raises makes the rank fail there."""
+
+
+def unobserved(phase: Phase, subject: Any) -> None:
+    """Looks at nothing."""
 
 
 # -- comparing and voting on the control group -------------------------------------------------------------------------

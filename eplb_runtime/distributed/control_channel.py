@@ -27,8 +27,7 @@ import torch.distributed as dist
 
 from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .consensus import Agreement, Verdict, arrive, hang_up, outcome_of
-from .points import Phase, Probe, unobserved
+from .consensus import Agreement, Phase, Probe, Verdict, arrive, hang_up, outcome_of, unobserved
 from .process_groups import ProcessGroups, host_timeout
 from .store import StoreError
 from .transports.base import Transport

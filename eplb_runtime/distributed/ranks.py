@@ -7,7 +7,6 @@ from these, in `process_groups.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from .consensus import gather_bytes
+from .consensus import gather_json
 
 Sets = list[tuple[int, ...]]
 """Ranks in sets, each rank in one of them."""
@@ -214,7 +213,7 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     ranks where they contradict each other."""
     divisor, divided = ranks.gradient_divisor or 0, (ranks.divided_rows, ranks.divided_state)
     mine = _Said(ranks.stages, list(stage_layers), sorted(ranks.ep or ()), divisor, *divided)
-    words = map(json.loads, gather_bytes(json.dumps(mine).encode(), control))
+    words = gather_json(mine, control)
     said = {rank: _Said(*word) for rank, word in zip(everyone, words, strict=True)}
     layers = _layers_of_stage(said)
     for name, complaint in _EQUAL.items():

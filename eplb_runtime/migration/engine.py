@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..distributed.consensus import Agreement, Ballot, InDoubt, State, Verdict
-from ..distributed.points import Phase, Probe, unobserved
+from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, State, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..moe.experts.record import RecordFormat
 from ..moe.experts.registry import ExpertTensors

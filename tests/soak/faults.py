@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eplb_runtime.balancer.balancer import Balancer
-from eplb_runtime.distributed.points import Phase
+from eplb_runtime.distributed.consensus import Phase
 from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 
 KILL, ALL_RANKS = "kill", -1

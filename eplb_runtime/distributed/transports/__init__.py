@@ -3,7 +3,6 @@ what each rank finds, one choice for all ranks, and torch where the choice does 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...utils.errors import one_line
-from ..consensus import first_problem, gather_bytes
+from ..consensus import first_problem, gather_json
 from . import nixl, symmetric
 from .base import Transport, TransportError
 from .deepep import DeepEP
@@ -43,8 +42,7 @@ def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, time
     """Return the transport that works on every rank, warmed up unless it is torch's. Collective, and in time."""
     arguments, deadline = (group, backend, device, timeout_seconds), time.monotonic() + timeout_seconds
     torch_own = TorchPointToPoint(*arguments)
-    mine = json.dumps([node_of_this_rank(), why_rather_not(device)]).encode()
-    said = [json.loads(word) for word in gather_bytes(mine, group, torch_own.device, deadline)]
+    said = gather_json([node_of_this_rank(), why_rather_not(device)], group, torch_own.device, deadline)
     name, why = choose([node for node, _ in said], [lacking for _, lacking in said])
     made: Transport | None = None
     if name != "torch":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...utils.worker import Worker
 from ..consensus import TransportError as TransportError
+from ..consensus import gather_json
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,10 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027 (it may have nothing of its own)
         """Give back what is the transport's own; nothing may be pending."""
+
+    def _gather(self, mine: Any, deadline: float) -> list[Any]:
+        """Return what each rank says, in JSON. Collective."""
+        return gather_json(mine, self._group, self._group_device, deadline)
 
     def _to_others(
         self, sends: Sequence[Message], receives: Sequence[Message]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import time
 from collections.abc import Iterator, Sequence
 from importlib import util
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.errors import one_line
-from ..consensus import gather_bytes
 from .base import Message, Pending, PendingGroup, SideStream, Transport, TransportError, wait_until
 from .nixl import rdma_devices
 from .nvshmem import claim
@@ -182,8 +180,7 @@ class DeepEP(Transport):
                 package = package if problem else imported(asked="transport='deepep'")
             except ConfigError as error:
                 problem = str(error)
-        word = json.dumps([node_of_this_rank(), problem]).encode()
-        said = [json.loads(one) for one in gather_bytes(word, self._group, self._group_device, deadline)]
+        said = self._gather([node_of_this_rank(), problem], deadline)
         nodes = [node for node, _ in said]
         problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
@@ -240,12 +237,11 @@ class DeepEP(Transport):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
-            said = gather_bytes(json.dumps(sizes).encode(), self._group, self._group_device, deadline)
+            of_ranks = self._gather(sizes, deadline)
             # A rank that gave up before does not come to this one, so no GPU waits for it.
-            gather_bytes(b"", self._group, self._group_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
+            self._gather(None, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
-        of_ranks = [json.loads(word) for word in said]
         for source, (sent_R, _) in enumerate(of_ranks):
             for peer, nbytes in enumerate(sent_R):
                 awaited = of_ranks[peer][1][source]

@@ -11,7 +11,6 @@ and collectives end the process where several ranks share a GPU.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -107,8 +106,7 @@ class Nvshmem(Windows):
             problem = claim("transport='nvshmem'", self._group, again=True)
         except TransportError as error:
             problem = str(error)
-        word = json.dumps([problem, [n for n, window in enumerate(_windows) if window.released]]).encode()
-        said = [json.loads(word) for word in gather_bytes(word, self._group, self._group_device, deadline)]
+        said = self._gather([problem, [n for n, window in enumerate(_windows) if window.released]], deadline)
         for rank, (text, _) in enumerate(said):
             if text:
                 raise TransportError(f"EP rank {rank}: {text}")

@@ -6,7 +6,6 @@ make the same blocks in the same order.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ...config import launcher_environment
 from ...utils.errors import one_line
-from ..consensus import gather_bytes
+from ..consensus import gather_json
 from .base import SideStream, TransportError
 from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
@@ -103,9 +102,8 @@ class NodeMemory:
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host."""
         pad = int(self._package.get_signal_pad_size())
-        word = json.dumps([node_of_this_rank(), pad, self._why_not]).encode()
-        words = gather_bytes(word, self._group, self._group_device, deadline)
-        nodes, pads, whys = zip(*map(json.loads, words), strict=True)
+        said = gather_json([node_of_this_rank(), pad, self._why_not], self._group, self._group_device, deadline)
+        nodes, pads, whys = zip(*said, strict=True)
         for rank, why in enumerate(whys):
             if why:
                 raise RuntimeError(f"rank {rank} of the group: {why}")
@@ -146,12 +144,11 @@ class NodeMemory:
     def open(self) -> None:
         """Open all blocks that are new. Collective; waits on the host."""
         new = [block for block in self._blocks if block.handle is None]
-        word = json.dumps([[list(block.own.shape), str(block.own.dtype)] for block in new]).encode()
+        blocks = [[list(block.own.shape), str(block.own.dtype)] for block in new]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         deadline = time.monotonic() + max(1.0, self._timeout_ms / 1000)
-        said = gather_bytes(word, self._group, self._group_device, deadline)
-        if len(set(said)) > 1:
+        if any(said != blocks for said in gather_json(blocks, self._group, self._group_device, deadline)):
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:
             try:

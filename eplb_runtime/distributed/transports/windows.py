@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from ...utils.worker import ignore_captures_of_others
-from ..consensus import TransportError, gather_bytes
+from ..consensus import TransportError
 from .base import LEFT_SECONDS, Message, Pending, PendingMessages, SideStream, Transport, synchronize, wait_until
 
 LOOK_SECONDS = 0.0002
@@ -187,9 +187,9 @@ class Windows(Transport):
         window = self._open(deadline)
         # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
-        gather_bytes(b"", self._group, self._group_device, deadline)
+        self._gather(None, deadline)
         window.begin(deadline)
-        gather_bytes(b"", self._group, self._group_device, deadline)
+        self._gather(None, deadline)
         self._window = window
         self._try_out(deadline)
 

@@ -227,5 +227,5 @@ def test_torchs_refusal_of_gpus_of_one_number_says_what_to_set() -> None:
     memory = NodeMemory(group, torch.device("cpu"), 1.0, package)  # type: ignore[arg-type]
     memory.zeros((2,), torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as alone, pytest.raises(RuntimeError, match=f"overlapping .*set {SHARING}=1"):
-        alone.setattr(symmetric, "gather_bytes", lambda word, *_: [word])
+        alone.setattr(symmetric, "gather_json", lambda word, *_: [word])
         memory.open()
