@@ -130,10 +130,9 @@ class ControlChannel:
         try:
             seconds = self._seconds if seconds is None else seconds
             return self.worker.do(self._whole(work), seconds + A_LITTLE_SECONDS)
-        except (RuntimeError, TimeoutError) as error:
-            raise ConnectionLost(str(error)) from error
         except Exception as error:
-            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+            name = "" if isinstance(error, RuntimeError | TimeoutError) else f"{type(error).__name__}: "
+            raise ConnectionLost(f"{name}{error}") from error
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue a small collective on the control group, without waiting for it."""

@@ -47,6 +47,16 @@ def _of(sets: str, purpose: str) -> cached_property[dist.ProcessGroup]:
     return cached_property(lambda groups: groups._new(getattr(groups.job, sets), purpose))
 
 
+def _of_several(sets: str, purpose: str) -> cached_property[dist.ProcessGroup | None]:
+    """Return the same, or None where this rank is alone in its set."""
+
+    def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
+        all_sets = getattr(groups.job, sets)
+        return None if (groups.job.rank,) in all_sets else groups._new(all_sets, purpose)
+
+    return cached_property(made)
+
+
 class ProcessGroups:
     """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place.
 
@@ -91,7 +101,6 @@ class ProcessGroups:
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
-        self._is_balancing = True
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: no other rank may have to wait for that.
         self._launcher_store = world.clone()  # type: ignore[attr-defined]
@@ -170,6 +179,10 @@ class ProcessGroups:
     """One EP group: tokens."""
     replicas = _of("row_sets", "replicas")
     """The ranks of ``rows``: weights to replicas, gradients back."""
+    expert_data = _of_several("edp_sets", "expert data")
+    """Ranks that hold the same experts; None: there is one."""
+    twins = _of_several("twin_sets", "twins")
+    """Ranks that have the same part of the homes of an EP rank; None: it is this one."""
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
@@ -177,22 +190,11 @@ class ProcessGroups:
         return self.data if len(self.job.stage_sets) == 1 else self._new([self.job.ranks], "everyone")
 
     @cached_property
-    def expert_data(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same experts; None: there is one."""
-        return self._new(self.job.edp_sets, "expert data") if len(self.job.edp_ranks) > 1 else None
-
-    @cached_property
     def parts(self) -> dist.ProcessGroup | None:
         """Ranks that have the homes of this EP rank together; None: it is this one."""
         if self.twins is None:
             return self.expert_data
         return self._new(self.job.part_sets, "parts") if self.job.row_division > 1 else None
-
-    @cached_property
-    def twins(self) -> dist.ProcessGroup | None:
-        """Ranks that have the same part of them; None: it is this one."""
-        mine = next(ranks for ranks in self.job.twin_sets if self.job.rank in ranks)
-        return self._new(self.job.twin_sets, "twins") if len(mine) > 1 else None
 
     @cached_property
     def counts(self) -> dist.ProcessGroup:
@@ -242,24 +244,14 @@ class ProcessGroups:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
         gloo go with the last who holds a group: the others have let go of theirs."""
         self.give_back(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
-        self.__dict__.pop("background", None)
-        del self.control, self.migration
+        for purpose in _OF_BALANCING:
+            self.__dict__.pop(purpose, None)
         self.store.close()
-        self._is_balancing = False
 
     def close(self) -> None:
         """Give back all of them."""
         self.give_back(*self._made)
-        self.store.close()
-        self._is_balancing = False
-
-    def _end_dropped(self) -> None:
-        if self._is_balancing:
-            logger.warning(
-                "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
-                "until now; call close() on all ranks before you drop a model"
-            )
-        self.close()
+        self.close_balancing()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
@@ -309,7 +301,13 @@ def give_back_dropped() -> None:
     """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
     launched: to end a communicator is each rank's own act, and one that another rank uses would fail there."""
     while _dropped:
-        _dropped.pop(0)._end_dropped()
+        groups = _dropped.pop(0)
+        if hasattr(groups, "control"):
+            logger.warning(
+                "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
+                "until now; call close() on all ranks before you drop a model"
+            )
+        groups.close()
 
 
 # -- one group ---------------------------------------------------------------------------------------------------------
