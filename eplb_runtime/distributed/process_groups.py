@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.errors import one_line
-from .consensus import hang_up, wait_on_host
+from .consensus import arrive, hang_up, missing_at, wait_on_host
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -127,18 +127,17 @@ class ProcessGroups:
         rank's own error."""
         store, rank, own = self.store, dist.get_rank(), not _is_echo(error)
         try:
-            store.compare_set(f"failed/{rank}", "failed")
-            if own:
-                store.compare_set("failed", f"rank {rank} failed at attach: {one_line(error, with_type=True)}")
+            said = f"rank {rank} failed at attach: {one_line(error, with_type=True)}" if own else ""
+            arrive(store, "failed", self._members, rank, said)
             for group in self._made:  # others wait for this rank
                 if group.name() == "gloo":
                     hang_up(group)
-            if own or store.wait("failed", ACCOUNT_SECONDS):
-                return "" if own else store.word_of("failed")
-            lost = [str(other) for other in self._members if not store.word_of(f"failed/{other}")]
+            if own or store.wait("failed/problem", ACCOUNT_SECONDS):
+                return "" if own else store.word_of("failed/problem")
+            lost = missing_at(store, "failed", self._members)
         except StoreError:
             return ""
-        return f"rank {', '.join(lost[:8])} was lost at attach: it has died, or does not answer" if lost else ""
+        return f"rank {lost} was lost at attach: it has died, or does not answer" if lost else ""
 
     def settle(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""

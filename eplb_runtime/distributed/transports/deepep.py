@@ -220,47 +220,36 @@ class DeepEP(Transport):
         self._problem = self._problem or "it is closed"
 
     def _carry(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> None:
-        most = self._most_rows
-        rows_RR = [[-(-nbytes // ROW_BYTES) for nbytes in sent_R] for sent_R in self._agree(sends, receives, deadline)]
+        most, rows_RR = self._most_rows, -(-self._agree(sends, receives, deadline) // ROW_BYTES)
         whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
-        for first in range(0, max(map(max, rows_RR)), most):  # also after a loss: the others make these calls too
-            part_RR = [[min(max(rows - first, 0), most) for rows in rows_R] for rows_R in rows_RR]
+        for first in range(0, int(rows_RR.max()), most):  # also after a loss: the others make these calls too
             with self._stream():
-                whole = self._call(sends, receives, part_RR, first, deadline) and whole
+                whole = self._call(sends, receives, (rows_RR - first).clamp(0, most), first, deadline) and whole
         if not whole:
             raise TransportError("rows did not arrive as they were sent")
 
-    def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> list[list[int]]:
+    def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> Tensor:
         """Return bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls."""
         sizes = [[0] * self._num_ranks for _ in range(2)]
         for of_peer, messages in zip(sizes, (sends, receives), strict=True):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
-            of_ranks = self._gather(sizes, deadline)
+            sent_RR, awaited_RR = torch.tensor(self._gather(sizes, deadline)).unbind(1)
             # A rank that gave up before does not come to this one, so no GPU waits for it.
             self._gather(None, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
-        for source, (sent_R, _) in enumerate(of_ranks):
-            for peer, nbytes in enumerate(sent_R):
-                awaited = of_ranks[peer][1][source]
-                if nbytes != awaited:
-                    raise TransportError(
-                        f"EP rank {source} sends {nbytes} bytes where EP rank {peer} waits for {awaited}"
-                    )
-        return [sent_R for sent_R, _ in of_ranks]
+        for source, peer in (sent_RR != awaited_RR.T).nonzero().tolist():
+            sent, awaited = int(sent_RR[source, peer]), int(awaited_RR[peer, source])
+            raise TransportError(f"EP rank {source} sends {sent} bytes where EP rank {peer} waits for {awaited}")
+        return sent_RR
 
     def _call(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        rows_RR: Sequence[Sequence[int]],
-        first: int,
-        deadline: float,
+        self, sends: Sequence[Message], receives: Sequence[Message], rows_RR: Tensor, first: int, deadline: float
     ) -> bool:
         """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
-        going_R, coming_R = rows_RR[self._rank], [rows_R[self._rank] for rows_R in rows_RR]
+        going_R, coming_R = rows_RR[self._rank].tolist(), rows_RR[:, self._rank].tolist()
         count = max(1, sum(going_R))  # where nothing goes, a row to no rank, of number 0
         to_N1, numbers_N1 = torch.full((count, 1), -1, dtype=torch.int64), torch.zeros(count, 1)
         rows_NC = torch.empty(count, ROW_BYTES, dtype=torch.uint8, device=self.device)
@@ -275,7 +264,7 @@ class DeepEP(Transport):
         expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
         of_node = RANKS_OF_A_NODE
         here = self._rank // of_node * of_node  # what crosses to a node comes by the rank of the same place there
-        passing = sum(sum(rows_R[here : here + of_node]) for rows_R in rows_RR[self._rank % of_node :: of_node])
+        passing = int(rows_RR[self._rank % of_node :: of_node, here : here + of_node].sum())
         room = max(1, len(expected_M), passing)
         numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M), room)
         on_host = numbers_M.to("cpu", non_blocking=True)

@@ -196,8 +196,8 @@ class Windows(Transport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = self._to_others(sends, receives)
         with self._state:
-            unused = self._closed or self._window is None
-            if problem := self._problem or ("it is not warmed up, or closed" if unused else ""):
+            if self._problem or self._closed or self._window is None:
+                problem = self._problem or "it is not warmed up, or closed"
                 raise TransportError(f"{self.by} is not used any more: {problem}")
             for message in (*out, *into.values()):
                 if problem := self._peers[message.peer].problem:
@@ -207,10 +207,12 @@ class Windows(Transport):
                 return pending
             self._stream.after_current()
             self._pending.append(pending)
-            for message in out:
-                self._peers[message.peer].sends.extend(self._pieces(message, pending, None))
-            for number, message in into.items():
-                self._peers[message.peer].receives.extend(self._pieces(message, pending, number))
+            numbered: list[tuple[int | None, Message]] = [*((None, message) for message in out), *into.items()]
+            for number, message in numbered:
+                traffic = self._peers[message.peer]
+                parts = torch.split(message.data.detach(), self._window.piece_bytes)
+                pieces = [_Piece(part, pending, part is parts[-1], number) for part in parts]
+                (traffic.sends if number is None else traffic.receives).extend(pieces)
             self._run()
         return pending
 
@@ -256,20 +258,27 @@ class Windows(Transport):
 
     def _go_on(self) -> bool:
         """Begin what can begin, end what is through; whether there was anything."""
-        assert self._window is not None
-        now = time.monotonic()
+        window, now = self._window, time.monotonic()
+        assert window is not None
         if any(now > pending.end for pending in self._pending):
             self._give_up("messages were not through in time")
             return True
-        self._hear(self._window, now)
+        self._hear(window, now)
         went_on = False
         for peer, traffic in self._peers.items():
             while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.problem:
-                self._send(self._window, peer, traffic)
-                went_on = True
+                piece, went_on = traffic.sends.popleft(), True
+                with self._stream():
+                    window.write(peer, traffic.sent % HALVES, piece.data)
+                    traffic.sent += 1
+                    self._under_way.append((window.tell(peer, ARRIVED, traffic.sent), piece))
             while traffic.receives and traffic.taken < traffic.arrived:
-                self._take(self._window, peer, traffic)
-                went_on = True
+                piece, went_on = traffic.receives.popleft(), True
+                with self._stream():
+                    inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
+                    piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
+                    traffic.taken += 1
+                    self._under_way.append((window.tell(peer, TAKEN, traffic.taken), piece))
             if traffic.problem and (traffic.sends or traffic.receives):
                 self._give_up(traffic.problem)
                 return True
@@ -300,26 +309,6 @@ class Windows(Transport):
             traffic.arrived = max(traffic.arrived, notes[peer][ARRIVED])
             traffic.room = max(traffic.room, notes[peer][TAKEN])
             traffic.leaving = bool(notes[peer][GOODBYE])
-
-    def _send(self, window: Window, peer: int, traffic: _Peer) -> None:
-        piece = traffic.sends.popleft()
-        with self._stream():
-            window.write(peer, traffic.sent % HALVES, piece.data)
-            traffic.sent += 1
-            self._under_way.append((window.tell(peer, ARRIVED, traffic.sent), piece))
-
-    def _take(self, window: Window, peer: int, traffic: _Peer) -> None:
-        piece = traffic.receives.popleft()
-        with self._stream():
-            inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
-            piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
-            traffic.taken += 1
-            self._under_way.append((window.tell(peer, TAKEN, traffic.taken), piece))
-
-    def _pieces(self, message: Message, pending: PendingMessages, number: int | None) -> list[_Piece]:
-        assert self._window is not None
-        parts = torch.split(message.data.detach(), self._window.piece_bytes)
-        return [_Piece(part, pending, part is parts[-1], number) for part in parts]
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
