@@ -43,7 +43,6 @@ _NO_TAG = 0x7FFFFF
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
-_MOST_SECONDS = 1800.0
 _SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
 _CAUSE_BYTES = 240
@@ -218,12 +217,7 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
 
 
 def barrier(
-    everyone: Sequence[int],
-    what: str,
-    timeout_seconds: float,
-    problem: BaseException | None = None,
-    *,
-    patient: bool = False,
+    everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
 ) -> str:
     """Wait for these ranks, by way of the launcher's store; no group is needed.
 
@@ -244,14 +238,14 @@ def barrier(
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
-    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
-    seconds, said = timeout_seconds, ""
+    store = JobStore(world, base, max(seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
     try:
         while True:
             call = store.add(f"calls of {rank}", 1)
             # Skip calls that the other ranks have already given up on; they are to come again.
             if not store.word_of(key := str(call)).startswith(_NOT_COME):
                 break
+        said = ""
         if problem is not None:
             text = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
             said = f"rank {rank}: {text}"
@@ -433,11 +427,7 @@ class Agreement:
     it. A rank that has said yes asks for the outcome for ``most_seconds``."""
 
     def __init__(
-        self,
-        control: dist.ProcessGroup,
-        store: JobStore,
-        probe: Probe = unobserved,
-        most_seconds: float = _MOST_SECONDS,
+        self, control: dist.ProcessGroup, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
     ) -> None:
         self._most_seconds = most_seconds
         self._control = control

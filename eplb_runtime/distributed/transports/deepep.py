@@ -50,8 +50,12 @@ _GRACE_SECONDS = 5.0
 
 def why_not(device: torch.device | None = None) -> str:
     """Return why this process cannot use DeepEP, or "". Imports nothing."""
-    if why := _no_gpu(device):
-        return why
+    if device is not None and device.type != "cuda":
+        return f"it carries between GPUs, and this model is on {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "it is for Hopper and newer"
     return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
 
 
@@ -61,17 +65,6 @@ def no_infiniband() -> str:
     if rdma_devices():
         return ""
     return "low_latency_tokens needs InfiniBand, and /sys/class/infiniband has no device: leave low_latency_tokens out"
-
-
-def _no_gpu(device: torch.device | None) -> str:
-    """Return why kernels for Hopper GPUs and newer cannot carry here, or ""."""
-    if device is not None and device.type != "cuda":
-        return f"it carries between GPUs, and this model is on {device.type}"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if torch.cuda.get_device_capability() < (9, 0):
-        return "it is for Hopper and newer"
-    return ""
 
 
 def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
@@ -103,17 +96,14 @@ def imported(asked: str = "dispatch='deepep'") -> Any:
 
 def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
     """Return DeepEP's own settings for so many ranks, with the multiprocessors that were set last: there, and back."""
+    if num_ranks > RANKS_OF_A_NODE:
+        between_nodes = getattr(package.Buffer, "internode_dispatch", package.Buffer.dispatch)
+        if "num_worst_tokens" not in inspect.signature(between_nodes).parameters:
+            raise ConfigError(f"this version of deep_ep takes no num_worst_tokens between nodes: {INSTALL}")
     try:
         return package.Buffer.get_dispatch_config(num_ranks), package.Buffer.get_combine_config(num_ranks)
     except AssertionError:
         raise ConfigError(f"dispatch='deepep' has no settings for {num_ranks} ranks") from None
-
-
-def takes_bound(package: Any, num_ranks: int) -> bool:
-    """Return whether a call may be told a bound of what arrives, and waits for nothing: between nodes few versions are.
-    Where they are not, Python goes on while a call waits."""
-    between_nodes = getattr(package.Buffer, "internode_dispatch", None) if num_ranks > RANKS_OF_A_NODE else None
-    return between_nodes is None or "num_worst_tokens" in inspect.signature(between_nodes).parameters
 
 
 def refuse_filled_memory() -> None:
@@ -194,7 +184,6 @@ class DeepEP(Transport):
             sms = NUM_SMS
             package.Buffer.set_num_sms(sms)
             self._there, back = settings(package, self._num_ranks)
-            self._takes_bound = takes_bound(package, self._num_ranks)
             refuse_filled_memory()
             self._buffer = shared_buffer(package, self._group, sms, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
@@ -297,7 +286,7 @@ class DeepEP(Transport):
             num_tokens_per_expert=to_experts,
             topk_idx=to_N1,
             topk_weights=numbers_N1,
-            num_worst_tokens=room if self._takes_bound else 0,  # inside a node it would wait with Python locked
+            num_worst_tokens=room,  # without it the host would wait, inside a node with Python locked
             config=self._there,
         )
         numbers_M, order_M = weights_M1[:count, 0].sort()

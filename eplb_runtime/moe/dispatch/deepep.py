@@ -200,7 +200,6 @@ class DeepEPDispatcher(Dispatcher):
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
         self._there, self._back = deepep.settings(self._package, self._num_ranks)
-        self._takes_bound = deepep.takes_bound(self._package, self._num_ranks)
         self._buffers: dict[MicroBatchChannel, Any] = {}
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
@@ -313,7 +312,7 @@ class DeepEPDispatcher(Dispatcher):
                 num_tokens_per_expert=to_slots,
                 topk_idx=slots_NW,
                 topk_weights=unused,
-                num_worst_tokens=max(1, most) if self._takes_bound else 0,
+                num_worst_tokens=max(1, most),
                 config=self._there,
             )
         return rows, RecvLayout.of(handle, slots_UW, choices_S, metadata.top_k)

@@ -178,14 +178,15 @@ def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyP
     assert "up to 128 slots a rank here, not 129" in named.problem
 
 
-def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
-    def dispatch(self: object, x: torch.Tensor) -> None: ...
+def test_a_version_that_takes_no_bound_between_nodes_is_refused_there() -> None:
+    def unbounded(self: object, x: torch.Tensor) -> None: ...
 
-    def bounded(self: object, x: torch.Tensor, num_worst_tokens: int = 0) -> None: ...
-
-    for method, takes in ((dispatch, False), (bounded, True)):
-        package = SimpleNamespace(Buffer=SimpleNamespace(internode_dispatch=method))
-        assert deepep.takes_bound(package, 8) and deepep.takes_bound(package, 16) == takes
+    buffer = SimpleNamespace(dispatch=unbounded, internode_dispatch=unbounded)
+    buffer.get_dispatch_config = buffer.get_combine_config = lambda num_ranks: num_ranks
+    package = SimpleNamespace(Buffer=buffer)
+    assert deepep.settings(package, 8) == (8, 8)
+    with pytest.raises(ConfigError, match=r"takes no num_worst_tokens between nodes: build it"):
+        deepep.settings(package, 16)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
