@@ -19,6 +19,8 @@ from ...utils.worker import Worker
 from ..consensus import TransportError as TransportError
 from ..consensus import gather_json
 
+POLL_SECONDS = 0.0002
+
 
 @dataclass(frozen=True)
 class Message:
@@ -45,16 +47,14 @@ class Pending(ABC):
         """Return whether this one of the messages received is here; transports that cannot tell wait for all."""
         return self.poll()
 
-    @abstractmethod
     def wait(self, deadline: float) -> None:
-        """Until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
-
-        Args:
-            deadline: a time of `time.monotonic`, in seconds.
-
-        Raises:
-            TransportError: it has failed, or the deadline passed and it was aborted.
-        """
+        """Wait until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
+        TransportError: it has failed, or the deadline (of `time.monotonic`) passed and it was aborted."""
+        while not self.poll():
+            if time.monotonic() > deadline:
+                self.abort()
+                raise TransportError("messages were not through in time")
+            time.sleep(POLL_SECONDS)
 
     @abstractmethod
     def abort(self) -> None:
@@ -250,7 +250,7 @@ def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
     while not done():
         if time.monotonic() > deadline:
             raise TransportError(f"{what} was not done in time")
-        time.sleep(0.0002)
+        time.sleep(POLL_SECONDS)
 
 
 def synchronize(device: torch.device, deadline: float) -> None:

@@ -54,7 +54,7 @@ class HeapWindow(StreamWindow):
     """This rank's part of the heap, which begins at an address that means the same place on all ranks."""
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
-        super().__init__(memory, rank, num_ranks, piece_bytes, on)
+        super().__init__(memory, rank, num_ranks, piece_bytes, on, self._put_on_heap)
         self.memory, self._library = memory, library
 
     def write(self, peer: int, half: int, data: Tensor) -> None:
@@ -66,7 +66,7 @@ class HeapWindow(StreamWindow):
     def settle(self) -> None:
         self._library.bindings.quiet_on_stream(self._stream.pointer)
 
-    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
+    def _put_on_heap(self, place: Tensor, source: Tensor, peer: int) -> None:
         on = self._stream.pointer
         self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...config import launcher_environment
 from ...utils.errors import one_line
 from ..consensus import gather_json
-from .base import SideStream, TransportError
+from .base import TransportError
 from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
 _CPU = torch.device("cpu")
@@ -101,22 +101,22 @@ class NodeMemory:
 
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host."""
-        pad = int(self._package.get_signal_pad_size())
-        said = gather_json([node_of_this_rank(), pad, self._why_not], self._group, self._group_device, deadline)
-        nodes, pads, whys = zip(*said, strict=True)
+        self.channels = int(self._package.get_signal_pad_size()) // (_BYTES_OF_A_SIGNAL * self.size)
+        said = gather_json(
+            [node_of_this_rank(), self.channels, self._why_not], self._group, self._group_device, deadline
+        )
+        nodes, channels, whys = zip(*said, strict=True)
         for rank, why in enumerate(whys):
             if why:
                 raise RuntimeError(f"rank {rank} of the group: {why}")
         if len(set(nodes)) > 1:
             raise RuntimeError("ranks that the launcher counts to one node see different ones")
-        if len(set(pads)) > 1:
+        if len(set(channels)) > 1:
             raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
 
     def connect(self, deadline: float) -> None:
         """`meet`, open a first block, and try writes and signals between all ranks. Arguments and errors as there."""
         self.meet(deadline)
-        pad = int(self._package.get_signal_pad_size())
-        self.channels = pad // (_BYTES_OF_A_SIGNAL * self.size)
         if self.channels < LEAST_CHANNELS:
             raise RuntimeError(
                 f"torch's signal pad has room for {self.channels} signals between {self.size} ranks, and "
@@ -195,15 +195,8 @@ class CudaIpc(Windows):
             memory.open()
         except RuntimeError as error:
             raise TransportError(f"memory of this node's GPUs cannot be opened: {error}") from error
-        return _NodeWindow(memory, own, piece_bytes, self._stream)
 
+        def put(place: Tensor, source: Tensor, peer: int) -> None:
+            memory.of_peer(peer, place).copy_(source, non_blocking=True)
 
-class _NodeWindow(StreamWindow):
-    """A window in memory of the node."""
-
-    def __init__(self, memory: NodeMemory, own: Tensor, piece_bytes: int, stream: SideStream) -> None:
-        super().__init__(own, memory.rank, memory.size, piece_bytes, stream)
-        self._node = memory
-
-    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
-        self._node.of_peer(peer, place).copy_(source, non_blocking=True)
+        return StreamWindow(own, self._rank, ranks, piece_bytes, self._stream, put)

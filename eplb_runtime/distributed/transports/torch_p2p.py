@@ -18,7 +18,6 @@ from torch import Tensor
 from ...utils.errors import one_line
 from .base import Message, Pending, PendingMessages, Transport, TransportError
 
-_POLL_SECONDS = 0.0002
 _CLOSING = timedelta(milliseconds=1)
 _TAGS = 1 << 15
 
@@ -116,13 +115,6 @@ class _OnDevice(Pending):
         except RuntimeError as error:
             raise _failed(error) from error
         return True
-
-    def wait(self, deadline: float) -> None:
-        while not self.poll():
-            if time.monotonic() > deadline:
-                self.abort()
-                raise TransportError("point-to-point messages were not through in time")
-            time.sleep(_POLL_SECONDS)
 
     def abort(self) -> None:
         if not self._aborted and not all(work.is_completed() for work in self._works):

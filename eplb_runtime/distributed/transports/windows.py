@@ -40,6 +40,9 @@ ARRIVED, TAKEN, GOODBYE = range(KINDS)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
 
 
+Put = Callable[[Tensor, Tensor, int], object]
+
+
 class Window(ABC):
     """What other ranks write into, the same on every rank: uint8 ``memory`` of this one, ``piece_bytes`` B at once.
     ``inbox_RHB``: uint8 ``[R, 2, B]``, pieces from each rank; ``released``: whether its user has done with it."""
@@ -77,11 +80,12 @@ class Window(ABC):
 
 
 class StreamWindow(Window):
-    """A window that others write into on streams: notes are memory, too."""
+    """A window that others write into on streams: notes are memory, too. ``put(place, source, peer)`` copies on the
+    stream to where that rank has ``place``, which is this rank's."""
 
-    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, stream: SideStream) -> None:
+    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, stream: SideStream, put: Put):
         super().__init__(memory, rank, num_ranks, piece_bytes)
-        self._stream, self._reading = stream, SideStream(memory.device)
+        self._stream, self._reading, self._put = stream, SideStream(memory.device), put
         self.outbox_B = self._rest[:piece_bytes]
         notes = self._rest[piece_bytes:].view(torch.int64).view(2, num_ranks, KINDS, _NOTE)
         self.notes_RKN, self._out_RKN = notes
@@ -119,10 +123,6 @@ class StreamWindow(Window):
         self._are_here = None
         notes = self._read_RKN.tolist()
         return [[number if number == ~complement else 0 for number, complement in of_rank] for of_rank in notes]
-
-    @abstractmethod
-    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
-        """Copy on the stream to where that rank has ``place``, which is this rank's."""
 
 
 def piece_bytes_for(num_ranks: int) -> int:
