@@ -36,6 +36,8 @@ logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 Work = Callable[[dist.ProcessGroup, Agreement], T]
 """Work on the control group, given that group and the agreement over it."""
+MakeTransport = Callable[[dist.ProcessGroup, float], Transport]
+"""Makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where it fails."""
 Link = tuple[Transport, list[dist.ProcessGroup]]
 """A transport of experts on new groups, which are taken over; and the groups before them, to be given back."""
 
@@ -53,23 +55,13 @@ class ConnectionLost(RuntimeError):
 class ControlChannel:
     """The control group of one rank.
 
-    Args:
-        make_transport: as of `Reconnection`.
-        begin: called first on the channel's thread.
-
     Attributes:
+        worker: its thread, on which ``begin`` is called first.
         agreement: comparisons of ranks on the control group of now.
-        worker: the channel's thread.
         reconnection: new connections; the old ones are not to be used while it is under way.
     """
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        make_transport: Callable[[dist.ProcessGroup, float], Transport],
-        begin: Callable[[], None],
-        probe: Probe,
-    ) -> None:
+    def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, begin: Callable[[], None], probe: Probe):
         self._groups = groups
         self._probe = probe
         self._seconds = groups.timeout_seconds
@@ -78,8 +70,8 @@ class ControlChannel:
         self.agreement = self._new_agreement()
 
     def _new_agreement(self) -> Agreement:
-        seconds = host_timeout(self._groups.backend).total_seconds()
-        return Agreement(self._groups.control, self._groups.store, self._probe, seconds)
+        groups = self._groups
+        return Agreement(groups.control, groups.store, self._probe, host_timeout(groups.backend).total_seconds())
 
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""
@@ -89,8 +81,8 @@ class ControlChannel:
             )
 
     def _whole(self, work: Work[T]) -> Callable[[], T]:
-        """Return work on the control group of now. If it fails, this rank hangs up: the others come back from their
-        part of it at once, and later work of this rank does not mix with that."""
+        """Return work on the control group of now. If it fails, this rank hangs up: no other waits for its part, and
+        later work of this rank does not mix with it."""
         group, agreement = self._groups.control, self.agreement
 
         def whole() -> T:
@@ -149,26 +141,13 @@ class ControlChannel:
 class Reconnection:
     """One rank's part in making new connections.
 
-    Args:
-        groups: make the groups.
-        make_transport: makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where
-            it fails.
-        probe: called at each point on the way.
-
     Attributes:
         under_way: whether the old connections are not to be used any more, and no new ones hold yet.
         tries: attempts since the connections broke.
     """
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        make_transport: Callable[[dist.ProcessGroup, float], Transport],
-        probe: Probe = unobserved,
-    ) -> None:
-        self._groups = groups
-        self._make_transport = make_transport
-        self._probe = probe
+    def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, probe: Probe = unobserved) -> None:
+        self._groups, self._make_transport, self._probe = groups, make_transport, probe
         self._attempt, self._here, self._said = 1, 0, ""
         self.under_way = False
         self.tries = 0

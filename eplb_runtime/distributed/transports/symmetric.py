@@ -102,10 +102,8 @@ class NodeMemory:
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host."""
         self.channels = int(self._package.get_signal_pad_size()) // (_BYTES_OF_A_SIGNAL * self.size)
-        said = gather_json(
-            [node_of_this_rank(), self.channels, self._why_not], self._group, self._group_device, deadline
-        )
-        nodes, channels, whys = zip(*said, strict=True)
+        mine = [node_of_this_rank(), self.channels, self._why_not]
+        nodes, channels, whys = zip(*gather_json(mine, self._group, self._group_device, deadline), strict=True)
         for rank, why in enumerate(whys):
             if why:
                 raise RuntimeError(f"rank {rank} of the group: {why}")
