@@ -17,6 +17,7 @@ import inspect
 import time
 from collections.abc import Iterator, Sequence
 from importlib import util
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -181,11 +182,10 @@ class DeepEP(Transport):
         if self._num_ranks == 1:
             return
         try:
-            sms = NUM_SMS
-            package.Buffer.set_num_sms(sms)
+            package.Buffer.set_num_sms(NUM_SMS)
             self._there, back = settings(package, self._num_ranks)
             refuse_filled_memory()
-            self._buffer = shared_buffer(package, self._group, sms, self._there, back)
+            self._buffer = shared_buffer(package, self._group, NUM_SMS, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
             raise TransportError(f"transport 'deepep': {one_line(error)}") from error
         self._try_out(deadline)
@@ -239,44 +239,18 @@ class DeepEP(Transport):
     ) -> bool:
         """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
         going_R, coming_R = rows_RR[self._rank].tolist(), rows_RR[:, self._rank].tolist()
-        count = max(1, sum(going_R))  # where nothing goes, a row to no rank, of number 0
-        to_N1, numbers_N1 = torch.full((count, 1), -1, dtype=torch.int64), torch.zeros(count, 1)
-        rows_NC = torch.empty(count, ROW_BYTES, dtype=torch.uint8, device=self.device)
-        begin = 0
-        for peer, rows in enumerate(going_R):
-            part = slice(begin, begin + rows)
-            to_N1[part], numbers_N1[part, 0] = peer, self._numbers(self._rank, rows)
-            for piece, place in _pieces(sends, peer, first, rows):
-                rows_NC[part].view(-1)[place].copy_(piece, non_blocking=True)
-            begin += rows
+        to_N1 = torch.repeat_interleave(rows_RR[self._rank])[:, None]
+        numbers_N1 = torch.cat([self._numbers(self._rank, rows) for rows in going_R])[:, None]
+        if not len(to_N1):  # where nothing goes, a row to no rank, of number 0
+            to_N1, numbers_N1 = torch.full((1, 1), -1), torch.zeros(1, 1)
+        rows_NC = torch.empty(len(to_N1), ROW_BYTES, dtype=torch.uint8, device=self.device)
+        for own, place in _parts(sends, rows_NC, going_R, first):
+            place.copy_(own, non_blocking=True)
         to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
         expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
         of_node = RANKS_OF_A_NODE
         here = self._rank // of_node * of_node  # what crosses to a node comes by the rank of the same place there
         passing = int(rows_RR[self._rank % of_node :: of_node, here : here + of_node].sum())
-        room = max(1, len(expected_M), passing)
-        numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M), room)
-        on_host = numbers_M.to("cpu", non_blocking=True)
-        wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
-        if not torch.equal(on_host, expected_M):
-            return False
-        begin = 0
-        for source, rows in enumerate(coming_R):
-            for piece, place in _pieces(receives, source, first, rows):
-                piece.copy_(arrived_MC[begin : begin + rows].view(-1)[place], non_blocking=True)
-            begin += rows
-        wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
-        return True
-
-    def _numbers(self, source: int, rows: int) -> Tensor:
-        """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
-        return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
-
-    def _dispatch(
-        self, rows_NC: Tensor, to_N1: Tensor, numbers_N1: Tensor, count: int, room: int
-    ) -> tuple[Tensor, Tensor]:
-        """Send rows of bytes to ranks. Returns what arrives in the order of its numbers: these, float32 ``[M]``, and
-        rows of bytes; ``room``: of those, and of rows that pass through. Collective."""
         to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer.get_dispatch_layout(to_N1, self._num_ranks)
         arrived_MC, _, weights_M1, *_ = self._buffer.dispatch(
             rows_NC.view(torch.bfloat16),
@@ -286,22 +260,35 @@ class DeepEP(Transport):
             num_tokens_per_expert=to_experts,
             topk_idx=to_N1,
             topk_weights=numbers_N1,
-            num_worst_tokens=room,  # without it the host would wait, inside a node with Python locked
+            # Room for what arrives or passes. Without it the host would wait, inside a node with Python locked.
+            num_worst_tokens=max(1, len(expected_M), passing),
             config=self._there,
         )
-        numbers_M, order_M = weights_M1[:count, 0].sort()
-        return numbers_M, arrived_MC.index_select(0, order_M).view(torch.uint8)
+        numbers_M, order_M = weights_M1[: len(expected_M), 0].sort()
+        arrived_MC = arrived_MC.index_select(0, order_M).view(torch.uint8)
+        on_host = numbers_M.to("cpu", non_blocking=True)
+        wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
+        if not torch.equal(on_host, expected_M):
+            return False
+        for own, place in _parts(receives, arrived_MC, coming_R, first):
+            own.copy_(place, non_blocking=True)
+        wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
+        return True
+
+    def _numbers(self, source: int, rows: int) -> Tensor:
+        """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
+        return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
 
 
-def _pieces(messages: Sequence[Message], peer: int, first_row: int, rows: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield parts of the messages to or from a rank that lie in these rows, each with its place in them in bytes."""
-    begin = first_row * ROW_BYTES
-    end, first = begin + rows * ROW_BYTES, 0
+def _parts(
+    messages: Sequence[Message], rows_MC: Tensor, rows_R: Sequence[int], first: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of messages and their places in rows, which are those of each rank, from ``first`` on, in order."""
+    begin_R = [ROW_BYTES * rows for rows in accumulate(rows_R, initial=0)]
+    next_R = [-ROW_BYTES * first] * len(rows_R)  # where the next message of a rank lies in its rows here
     for message in messages:
-        if message.peer != peer:
-            continue
-        size = message.data.numel()
-        low, high = max(begin, first), min(end, first + size)
+        at, size, begin = next_R[message.peer], message.data.numel(), begin_R[message.peer]
+        low, high = max(0, at), min(ROW_BYTES * rows_R[message.peer], at + size)
         if low < high:
-            yield message.data[low - first : high - first], slice(low - begin, high - begin)
-        first += size
+            yield message.data[low - at : high - at], rows_MC.view(-1)[begin + low : begin + high]
+        next_R[message.peer] += size
