@@ -1,4 +1,4 @@
-"""Faults of one rank at the named points of the protocol (`distributed.points.Phase`), drawn at random.
+"""Faults of one rank at the named points of the protocol (`distributed.consensus.Phase`), drawn at random.
 
 A new point joins by its name. A rank acts on a draw where it comes to the point. What it breaks mends by itself, but
 for a rank that is killed.
