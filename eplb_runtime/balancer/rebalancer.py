@@ -33,10 +33,8 @@ from ..distributed.transports.base import Transport
 from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
 from ..load.clock import REST_STEPS, SAMPLED_STEPS, StepClock
 from ..load.counter import HostCopy
-from ..migration.between_steps import migrate_between_steps
-from ..migration.engine import MigrationBroken, MigrationEngine
+from ..migration.engine import MigrationBroken, MigrationEngine, MigrationProgress
 from ..migration.overlapped import Overlapped
-from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
@@ -115,16 +113,8 @@ class Rebalancer(LoopHooks):
         if config.replica_slots:
             compile_split()
         self.decisions = PlanMaker(runtime)
-        self.overlapped = Overlapped(
-            self._engine,
-            self.control.agreement,
-            self.control.worker,
-            registry=runtime.registry,
-            maps=runtime.maps,
-            timeout_seconds=config.timeout_seconds,
-            link_seconds_per_byte=1.0 / max(runtime.topology.slowest_bandwidth, 1.0),
-            max_pause_seconds=config.migration.max_pause_seconds,
-        )
+        bandwidth = runtime.topology.slowest_bandwidth
+        self.overlapped = Overlapped(self._engine, self.control, runtime.registry, runtime.maps, config, bandwidth)
         self._overlaps = config.overlap
 
     def placement(self) -> Placement:
@@ -437,7 +427,7 @@ class Rebalancer(LoopHooks):
                 self.control.run(lambda *_: None)  # a decision, or a notice, may be on the control group still
                 if self._maps.replicas is not None:  # they are read from homes that are about to be written
                     self._maps.replicas.wait_all()
-                progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
+                progress = self._engine.migrate(self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:
             progress = MigrationProgress(self._placement, Verdict(False, str(lost), True), Phase.PREPARED)
         except MigrationBroken as error:
@@ -474,8 +464,10 @@ class Rebalancer(LoopHooks):
             self._events.emit(progress.committed(self.step, pause, before))
         if progress.failed_phase is not None and not progress.only_between_steps:
             committed, left = tuple(sorted(self._committed_layers)), progress.left_layers
-            self._drop(progress.failed_phase.value, progress.cause, progress.connections_broken, committed, left)
-        elif progress.connections_broken:
+            self._drop(
+                progress.failed_phase.value, progress.cause, progress.verdict.connections_broken, committed, left
+            )
+        elif progress.verdict.connections_broken:
             self._pause(progress.cause)
 
     def _new_key(self, what: str) -> str:
@@ -553,7 +545,6 @@ class Rebalancer(LoopHooks):
         if (made := self.control.reconnect(self._boundaries)) is None:
             return
         transport, before = made
-        self.overlapped.agreement = self.control.agreement
         self._engine.reconnect(transport, self.control.agreement)
         self._groups.give_back(*before)
         tries = self.control.reconnection.tries
