@@ -32,12 +32,12 @@ from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logicall
 from .gradients.reduction import Gradients
 from .guard import FirstSteps, Guard
 from .loop_state import LoopHooks, LoopState
+from .model import ModelTensors
 from .phases import Phases
 from .rebalancer import Rebalancer, use_device
 from .restore import Restorer
 from .runtime import Runtime
 from .status import DecisionLine, balancer_table
-from .tensors import ModelTensors
 
 logger = logging.getLogger("eplb_runtime")
 

@@ -293,10 +293,10 @@ class Rebalancer(LoopHooks):
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
         """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
-        sent, cause = self.run(partial(self.decisions.place_anew, load, self.placement()))
-        if cause or sent.target is None or sent.planned is None:
-            raise PlacementError(f"no placement could be made for the saved load: {cause or sent.failure}")
-        return sent.target, sent.planned
+        made = self.run(partial(self.decisions.place_anew, load, self.placement()))
+        if made.failure or made.target is None or made.planned is None:
+            raise PlacementError(f"no placement could be made for the saved load: {made.failure}")
+        return made.target, made.planned
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""

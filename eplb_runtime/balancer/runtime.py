@@ -22,7 +22,7 @@ from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..placement import Placement
 from ..replicas.sync import Maps
 from ..topology import Topology
-from .model_check import ModelCheck
+from .model import ModelCheck
 
 
 class Barrier(Protocol):

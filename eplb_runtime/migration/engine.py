@@ -183,7 +183,9 @@ class MigrationEngine:
         self._budget = self.bytes_per_step = staging_bytes
         self._timeout = timeout_seconds
         self.device = next((parameter.device for parameter in registry.parameters()), transport.device)
-        nbytes = min(staging_bytes, _largest_layer_bytes(registry))
+        by_layer = [sum(p.nbytes for p in registry.parameters(layer)) for layer in registry.layers]
+        # At first for one layer's homes here, and two more tensors of their size (Adam's).
+        nbytes = min(staging_bytes, 3 * max(by_layer, default=0))
         self.executor = RoundExecutor(transport, home_rows, row_rank, self.device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
@@ -271,10 +273,6 @@ class MigrationEngine:
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
-    def formats(self, layers: Sequence[int]) -> Formats:
-        """Formats of the records of these layers now. Nothing may train meanwhile."""
-        return formats_of(self._registry, layers)
-
     def prepare(
         self, current: Placement, target: Placement, key: str, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
@@ -284,7 +282,7 @@ class MigrationEngine:
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
             layers, overlapped = layers_that_differ(current, target), formats is not None
-            found = formats if formats is not None else self.formats(layers)
+            found = formats if formats is not None else formats_of(self._registry, layers)
             num_layers, device = self._registry.num_layers, self.executor.device
             records, verdict = agree_on_records(num_layers, found, self._agreement, device)
             if records is None:
@@ -476,10 +474,3 @@ def layers_that_differ(current: Placement, target: Placement) -> list[int]:
     """Layers in which some slot has different experts."""
     layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
     return layers
-
-
-def _largest_layer_bytes(registry: ExpertTensors) -> int:
-    """Bytes of the parameters of one layer's homes on this rank, three times: room for two more tensors of their size
-    (Adam's)."""
-    sizes = [sum(p.numel() * p.element_size() for p in registry.parameters(layer)) for layer in registry.layers]
-    return 3 * max(sizes, default=0)

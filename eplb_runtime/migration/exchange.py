@@ -244,6 +244,7 @@ class RoundExecutor:
         self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
         self._departures = Arena(lambda size: self._transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
+        self._arenas = self._arrivals, self._departures, self._spare
         self._freed_bytes = [0, 0, 0]
 
     @property
@@ -283,10 +284,6 @@ class RoundExecutor:
     def memory(self) -> list[Tensor]:
         """Memory of experts in flight."""
         return [arena.memory for arena in self._arenas]
-
-    @property
-    def _arenas(self) -> tuple[Arena, ...]:
-        return self._arrivals, self._departures, self._spare
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""

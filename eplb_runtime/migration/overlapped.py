@@ -37,6 +37,7 @@ from ..placement import Placement
 from ..replicas.sync import Maps
 from ..utils.errors import one_line
 from .engine import Formats, MigrationEngine, MigrationProgress, PostedRound, PreparedMigration, layers_that_differ
+from .exchange import formats_of
 from .pacing import Pace, StartTimes, next_batch
 from .schedule import Round
 
@@ -153,7 +154,7 @@ class Overlapped:
         self._forget()
         self._is_new = self.in_flight = True
         self._key, self._current, self._target = key, current, target
-        formats = self._engine.formats(layers_that_differ(current, target))
+        formats = formats_of(self._registry, layers_that_differ(current, target))
         pace = self._pace_so_far().encode()
         self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats, pace))
 
@@ -276,7 +277,7 @@ class Overlapped:
     def _changed(self, layers: Sequence[int]) -> str:
         """Reason for which the records of these layers are not those that the ranks agreed on; empty: they are."""
         assert self._migration is not None
-        now, problem = self._engine.formats(layers)
+        now, problem = formats_of(self._registry, layers)
         for layer, found in now.items():
             agreed = self._migration.records.formats[layer]
             places = [

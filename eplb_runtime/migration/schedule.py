@@ -12,9 +12,9 @@ Shape suffixes: M moves of all layers, sorted by layer; L layers; N cycles; R ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -165,51 +165,25 @@ def make_schedule(
     holders_of_layer = current.num_ranks * parts
     num_ranks = int(group_L.max(initial=0) + 1) * holders_of_layer
 
-    changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
     cycle_M = cut_into_permutations(first_L, source_M, destination_M, holders_of_layer)
     rank_M = source_M + group_L[layer_M] * holders_of_layer
-    pack = partial(_pack, size_L=size_L, num_ranks=num_ranks, budget_bytes=budget_bytes)
-    if by_layer:
-        round_M, load, last_round = _pack_by_layer(changes, cycle_M, layer_M, rank_M, pack)
-    else:
-        (round_M, load), last_round = pack(cycle_M, layer_M, rank_M), np.where(changes, 0, -1)
+    budget = max(budget_bytes, int(size_L.max(initial=1)))
+    changed = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
+    round_M, last_round = np.empty_like(layer_M), np.full(current.num_layers, -1, dtype=np.int64)
+    loads: list[list[int]] = []
+    for layers in [[layer] for layer in changed] if by_layer else [changed] * bool(changed):
+        here, last_round[layers] = np.isin(layer_M, layers), len(loads)
+        cycles = np.unique(cycle_M[here], return_inverse=True)[1]
+        rounds, load = _first_fit(cycles, size_L[layer_M[here]], rank_M[here], num_ranks, budget)
+        round_M[here] = rounds + len(loads)
+        loads += load or [[0] * num_ranks]  # a round without transfers: slots within ranks, or replicas, change alone
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
     rows = follow_slots(first_L, expert_M[order], round_M[order], place_LE, target_LE, home_rows.rows, last_round)
     rows[:, 3:] = home_rows.slot_at(rows[:, 3:])
     np.maximum.at(last_round, layer_M, round_M)
-    return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
-
-
-def _pack(
-    cycle_M: Ints, layer_M: Ints, rank_M: Ints, size_L: Ints, num_ranks: int, budget_bytes: int
-) -> tuple[Ints, Ints]:
-    """Return the round of each move and the bytes of each rank in each round. Cycles of the largest experts come first;
-    of those, as the layers come."""
-    first_N = np.concatenate([[0], np.cumsum(np.bincount(cycle_M))])
-    by_cycle = np.argsort(cycle_M, kind="stable")
-    bytes_N = size_L[layer_M[by_cycle[first_N[:-1]]]]
-    budget = max(budget_bytes, int(size_L.max(initial=1)))
-    order_N = np.argsort(-bytes_N, kind="stable")
-    round_N, load = first_fit(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
-    return round_N[cycle_M], load
-
-
-def _pack_by_layer(
-    changes: NDArray[np.bool_], cycle_M: Ints, layer_M: Ints, rank_M: Ints, pack: Callable[..., tuple[Ints, Ints]]
-) -> tuple[Ints, Ints, Ints]:
-    """Pack as `_pack`, with separate rounds for each layer that changes. Returns also the first round of each layer, -1
-    for those that do not change. A layer where only replicas change has a round without transfers."""
-    round_M, first_L = np.empty_like(layer_M), np.full(len(changes), -1, dtype=np.int64)
-    loads: list[Ints] = []
-    none = pack(cycle_M[:0], layer_M[:0], rank_M[:0])[1]
-    for layer in np.flatnonzero(changes).tolist():
-        here = layer_M == layer
-        first_L[layer] = len(loads)
-        round_M[here], load = pack(np.unique(cycle_M[here], return_inverse=True)[1], layer_M[here], rank_M[here])
-        round_M[here] += len(loads)
-        loads += list(load) or [np.zeros(none.shape[1], dtype=np.int64)]
-    return round_M, np.array(loads, dtype=np.int64).reshape(-1, none.shape[1]), first_L
+    loads_TR = np.array(loads, dtype=np.int64).reshape(-1, num_ranks)
+    return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, loads_TR)
 
 
 def _in_order(keys: Ints) -> Ints:
@@ -281,30 +255,27 @@ def _coloured(source: list[int], destination: list[int], num_ranks: int) -> list
     return leaving
 
 
-def first_fit(
-    order_N: Ints, first_N: Ints, rank_M: Ints, bytes_N: Ints, num_ranks: int, budget: int
-) -> tuple[Ints, Ints]:
-    """The round of each cycle, int64 ``[N]``: the first in which all its ranks have room; and the loads.
+def _first_fit(cycle_M: Ints, size_M: Ints, rank_M: Ints, num_ranks: int, budget: int) -> tuple[Ints, list[list[int]]]:
+    """Return the round of each move, the first in which all ranks of its cycle have room, and the bytes that each rank
+    receives (and sends) in each. Cycles of the largest experts come first; of those, as the layers come.
 
     Args:
-        order_N: the order in which cycles choose; those of equal ``bytes_N`` follow one another.
-        first_N: int64 ``[N + 1]``, where each cycle's ranks begin in ``rank_M``.
-        rank_M: the ranks of the cycles, ``0 .. R - 1`` over all groups; in a cycle each sends and receives once.
-        bytes_N: of each expert of a cycle.
-        budget: bytes that a rank may receive in a round, at least the largest of ``bytes_N``.
-
-    Returns:
-        The rounds, and int64 ``[rounds, R]``: bytes that each rank receives (and sends) in each.
+        cycle_M: from 0; in a cycle each rank sends and receives once.
+        size_M: bytes of the experts, equal within a cycle.
+        budget: bytes that a rank may receive in a round, at least the largest of ``size_M``.
     """
+    first_N = np.concatenate([[0], np.cumsum(np.bincount(cycle_M))])
+    by_cycle = np.argsort(cycle_M, kind="stable")
+    size_N = size_M[by_cycle[first_N[:-1]]]
+    first, ranks, sizes = first_N.tolist(), rank_M[by_cycle].tolist(), size_N.tolist()
     every = -1  # a bit for each round
     room = [every] * num_ranks  # those in which a rank has room for one more expert
     load: list[list[int]] = []
-    first, ranks, nbytes = first_N.tolist(), rank_M.tolist(), bytes_N.tolist()
-    size, round_N = -1, np.empty(order_N.size, np.int64)
-    for cycle in order_N.tolist():
+    size, round_N = -1, np.empty(len(sizes), np.int64)
+    for cycle in np.argsort(-size_N, kind="stable").tolist():
         here = ranks[first[cycle] : first[cycle + 1]]
-        if nbytes[cycle] != size:
-            size = nbytes[cycle]
+        if sizes[cycle] != size:
+            size = sizes[cycle]
             room = [every] * num_ranks
             for number, of_round in enumerate(load):
                 for rank in range(num_ranks):
@@ -321,7 +292,7 @@ def first_fit(
             load[number][rank] += size
             if load[number][rank] + size > budget:
                 room[rank] &= ~(1 << number)
-    return round_N, np.array(load, dtype=np.int64).reshape(-1, num_ranks)
+    return round_N[cycle_M], load
 
 
 def follow_slots(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.model_check import ModelCheck
+from ...balancer.model import ModelCheck
 from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Barrier, Divisors, Runtime
 from ...checkpoint.stream import Exporter

@@ -1,20 +1,113 @@
-"""Tensors of an attached model other than its experts' parameters: what optimizers step, and what goes by row with
-experts and was registered."""
+"""The model of one rank: whether it is as it was attached, and its tensors other than experts' parameters.
+
+Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this
+is right before attach. After it, experts would be computed, averaged or moved without it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..moe.experts.matching import MARK, arrays_in, matched
 from ..moe.experts.registry import RegistryError, why_not_written
 from ..moe.experts.slices import WeightMemory, is_sliced
 from ..placement import Placement
-from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class StructureError(RuntimeError):
+    """A model was changed after ``attach`` in a way that the balancer cannot follow."""
+
+
+class ModelCheck:
+    """The models of one rank, as they were attached, by the prefix of their parameters' names; experts modules with
+    their parameters, and parameters that attach replaced. ``is_sharded``: some are DTensors, by `fully_shard`."""
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        experts: Sequence[tuple[str, nn.Module, Sequence[str]]],
+        replaced: Mapping[str, weakref.ref[Tensor]],
+    ) -> None:
+        self.models = dict(models)
+        self._replaced = dict(replaced)
+        self.experts = {name: module for name, module, _ in experts}
+        """The experts module of each MoE layer, by name, in the order of layers."""
+        modules = [module for model in self.models.values() for module in model.modules()]
+        parameters = [p for model in self.models.values() for p in model.parameters()]
+        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self._known = set(map(id, parameters))
+        self._fsdp = [module for module in modules if isinstance(module, FSDPModule)]
+        self._held: list[tuple[str, nn.Module, str, nn.Parameter | None]] = []
+        for name, module, keys in () if self.is_sharded else experts:  # FSDP2 puts others there while it computes
+            for key in keys:
+                inside, _, own = key.rpartition(".")
+                inner = module.get_submodule(inside)
+                self._held.append((f"{name}.{key}", inner, own, inner._parameters[own]))
+        self._of_this_rank: set[int] = set()
+        self.seen_in_ddp = False
+
+    def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
+        """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
+        rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
+        ours = set(map(id, tensors))
+        self._of_this_rank |= ours
+        for model in self.models.values():
+            own = [*model.named_parameters(), *model.named_buffers()]
+            names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
+
+    def know(self, parameters: Iterable[Tensor]) -> None:
+        """Add parameters that are trained and averaged, too."""
+        self._known.update(map(id, parameters))
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Parameters that attach has replaced and that somebody still references, by name."""
+        found = {name: parameter for name, ref in self._replaced.items() if (parameter := ref()) is not None}
+        self._replaced = {name: self._replaced[name] for name in found}
+        return found
+
+    def keep_slices(self) -> None:
+        """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
+        for module in self._fsdp:
+            module.reshard()
+
+    def check(self, *, thoroughly: bool) -> None:
+        """Check that nothing has changed; cheap enough for each forward. ``thoroughly``: walk through the whole model.
+        Raises StructureError: something has."""
+        for name, module, own, parameter in self._held:
+            if module._parameters.get(own) is not parameter:
+                raise StructureError(
+                    f"{name} was replaced after attach: do that first (shard_experts and fully_shard, adapters), then "
+                    "make the optimizer and attach; for an evaluation copy other weights into the parameters"
+                )
+        wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
+        self.seen_in_ddp |= wrapped is not None
+        if wrapped is not None and wrapped.process_group.size() > 1:
+            shared = {id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)}
+            if not shared.isdisjoint(self._of_this_rank | set(map(id, self.replaced().values()))):
+                raise StructureError(
+                    "DistributedDataParallel averages parameters from before attach, or experts, of which each rank "
+                    "has others: attach first, then wrap the very module that was attached, and call "
+                    "balancer.register before; or set dense_gradients='allreduce'"
+                )
+        for prefix, model in self.models.items() if thoroughly and not self.is_sharded else ():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise StructureError(
+                        f"{prefix}{name} was added after attach and is trained, but no optimizer that the balancer "
+                        "knows holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
+                        "balancer.adopt(optimizer)"
+                    )
 
 
 class ModelTensors:
