@@ -30,7 +30,6 @@ from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
 from .gradients.reduction import Gradients
-from .guard import FirstSteps, Guard
 from .loop_state import LoopHooks, LoopState
 from .model import ModelTensors
 from .phases import Phases
@@ -117,14 +116,13 @@ class Balancer:
         self.runtime = runtime
         self.tensors = ModelTensors(runtime)
         self.loop = LoopState(self.tensors)
-        self.guard = Guard(runtime, self.tensors, self.loop, self.events)
         self.gradients = Gradients(runtime, self.tensors, self.loop)
-        self.rebalancer = Rebalancer(runtime, transport, self.guard, self.events, self.loop)
+        self.rebalancer = Rebalancer(runtime, transport, self.events, self.loop)
+        self.guard = self.rebalancer.guard
         self._rebalance_now: Callable[[], bool] = self.rebalancer.now
         self._restorer = Restorer(runtime, self.rebalancer)
         self._stream = _OpenStream()
-        first_steps = FirstSteps(runtime, self.tensors, self.guard, self.rebalancer.run)
-        self.loop.hooks += [self._stream, self.gradients, first_steps, self.rebalancer]
+        self.loop.hooks += [self._stream, self.gradients, self.guard, self.rebalancer]
         for layer in runtime.layers if config.overlap else ():
             layer.before = self.rebalancer.overlapped.before_layer
         if runtime.job.is_planner:

@@ -28,7 +28,6 @@ from ..load.counter import HostCopy
 from ..utils.spans import phase
 from .gradients.reduction import bit_sums
 from .loop_state import LoopHooks, LoopState
-from .model import ModelTensors
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -93,18 +92,21 @@ class Sample:
         return json.dumps([self.problem, [*self.facts, *of_tensors]]).encode()
 
 
-class Guard:
-    """The guard of one rank; `FirstSteps` is its part in the loop.
+class Guard(LoopHooks):
+    """The guard of one rank; ``run`` does work on the control group.
 
     Attributes:
         complete_steps: that are sampled completely, after `begin`.
         said: all findings and notices so far, in their order, each once.
     """
 
-    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState, events: EventLog) -> None:
+    def __init__(self, runtime: Runtime, loop: LoopState, events: EventLog, run: Callable[..., str]) -> None:
         self._runtime, self._groups, self._mode = runtime, runtime.groups, runtime.config.guard
         self._experts = runtime.parameters
-        self._tensors, self._loop, self._events = tensors, loop, events
+        self._tensors, self._loop, self._events, self._run = loop.tensors, loop, events, run
+        self._comparisons = 0
+        self._snapshots: list[Snapshot] = []
+        self._skipped: set[int] = set()
         self._steps, self.complete_steps = 0, FIRST_STEPS
         self._forwards: list[tuple[int, int]] = [(0, 0)] * len(runtime.layers)
         self._not_counted: set[str] = set()
@@ -230,32 +232,24 @@ class Guard:
             raise GuardError(finding)
         logger.warning("%s", finding)
 
-
-class FirstSteps(LoopHooks):
-    """Samples the first steps completely, with exchanges of their own; ``run`` does work on the control group."""
-
-    def __init__(self, runtime: Runtime, tensors: ModelTensors, guard: Guard, run: Callable[..., str]) -> None:
-        self._runtime, self._tensors, self._guard, self._run = runtime, tensors, guard, run
-        self._comparisons = 0
-        self._snapshots: list[Snapshot] = []
-        self._skipped: set[int] = set()
+    # -- in the loop: the first steps are sampled completely, with exchanges of their own ---------------------------
 
     def on_forward_begin(self, trains: bool) -> None:
         """Check that the model is as it was attached."""
         # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
         if trains or (self._runtime.maps.replicas is not None and not self._runtime.channels.busy):
-            self._runtime.model_check.check(thoroughly=trains and self._guard.is_new)
+            self._runtime.model_check.check(thoroughly=trains and self.is_new)
 
     def before_reduce(self) -> None:
         """Compare ahead of the first collective that a rank without a step would never reach."""
-        if self._guard.is_new:
-            self._compare(self._guard.take("weights"), "optimizer.step()")
+        if self.is_new:
+            self._compare(self.take("weights"), "optimizer.step()")
 
     def before_step(self) -> None:
         """Compare reduced gradients over ranks."""
         self._runtime.model_check.keep_slices()
-        if self._guard.is_new:
-            self._compare(self._guard.take("gradients"), "the end of the reduction of gradients")
+        if self.is_new:
+            self._compare(self.take("gradients"), "the end of the reduction of gradients")
             both = _whole({**self._runtime.parameters, **self._tensors.dense})
             # With several optimizers before the first one.
             self._snapshots = self._snapshots or snapshots(both, self._tensors.optimizers)
@@ -267,13 +261,13 @@ class FirstSteps(LoopHooks):
     def on_step_end(self) -> None:
         """Compare weights, before the counts of the step are closed."""
         with phase("guard"):
-            problem = self._guard.uncounted()
-            if self._guard.is_new:
+            problem = self.uncounted()
+            if self.is_new:
                 problem = problem or why_not_stepped(self._snapshots, self._tensors.optimizers, self._skipped)
                 self._snapshots = []
-                self._compare(self._guard.take("weights", problem), "the end of a step")
+                self._compare(self.take("weights", problem), "the end of a step")
                 problem = ""
-            self._guard.count_step(problem)
+            self.count_step(problem)
             self._skipped.clear()
 
     def on_moved(self) -> None:
@@ -286,7 +280,7 @@ class FirstSteps(LoopHooks):
         deadline = time.monotonic() + groups.timeout_seconds
         try:
             groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
-            finding = self._run(lambda group, _: self._guard.compare(sample, group))
+            finding = self._run(lambda group, _: self.compare(sample, group))
         except RuntimeError as error:
             missing = list(groups.job.ranks)
             with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
@@ -294,10 +288,10 @@ class FirstSteps(LoopHooks):
                     if time.monotonic() > deadline:
                         who = ", ".join(map(str, missing[:MOST_NAMED]))
                         limit = f"within {groups.timeout_seconds:g} s, which is collective"
-                        return self._guard.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
+                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
                     time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare their facts at %s: %s", where, error)
-        self._guard.report(finding)
+        self.report(finding)
 
 
 def _first_odd(sums: Mapping[str, int], here: Sequence[int], group: dist.ProcessGroup) -> tuple[str, list[int]]:

@@ -71,9 +71,9 @@ class Rebalancer(LoopHooks):
 
     Args:
         transport: moves experts; warmed up.
-        guard: checks the runtime's assumptions with each decision.
 
     Attributes:
+        guard: checks the runtime's assumptions, also with each decision.
         quiesced: nothing migrates while it is positive.
         declared: declared load for the next decision; None: it is forecast.
         clock: of training steps.
@@ -81,10 +81,11 @@ class Rebalancer(LoopHooks):
         decisions: what decisions are made from.
     """
 
-    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog, loop: LoopState) -> None:
+    def __init__(self, runtime: Runtime, transport: Transport, events: EventLog, loop: LoopState) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime, self._config, self._groups = runtime, config, groups
-        self._loop, self._events, self._guard = loop, events, guard
+        self._loop, self._events = loop, events
+        self.guard = Guard(runtime, loop, events, self.run)
         self._counter, self._expert_clock = runtime.counter, runtime.expert_clock
         self._registry, self._maps = runtime.registry, runtime.maps
         self._placement = self._target = self._initial = runtime.placement
@@ -375,7 +376,7 @@ class Rebalancer(LoopHooks):
             home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self._guard.sample(),
+            sample=None if suspended else self.guard.sample(),
             declared=self.declared,
         )
         if measurement.sampled_steps:
@@ -383,7 +384,7 @@ class Rebalancer(LoopHooks):
         self._earlier.clear()
         declared, self.declared = self.declared, None
         key = self._new_key("decision")
-        work = partial(decide, measurement, self.decisions, self._guard, key, self._at_point)
+        work = partial(decide, measurement, self.decisions, self.guard, key, self._at_point)
         return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
 
     def _home_bytes(self) -> int:
@@ -404,7 +405,7 @@ class Rebalancer(LoopHooks):
         self._pending = None
         # All ranks were in this decision, so none is in an earlier one or its migration.
         self._groups.store.forget(pending.keys_of_earlier)
-        self._guard.report(decision.finding)
+        self.guard.report(decision.finding)
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
         if decision.failure or decision.planned is None:

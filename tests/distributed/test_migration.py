@@ -238,7 +238,7 @@ def migrate_with_odd_ranks(rank: int) -> None:
     for odd, stages, cause in ODD:
         cluster = two_stages(rank, odd) if stages else Cluster(rank, START, odd=rank in odd)
         outcome = cluster.migrate(target if stages else TARGET)
-        assert outcome.cause == cause and not outcome.connections_broken
+        assert outcome.cause == cause and not outcome.verdict.connections_broken
         assert cluster.stands_by(outcome.placement)
         assert len(outcome.rounds) == (0 if cause else len(apart.rounds)) < len(together.rounds)
 
