@@ -31,11 +31,10 @@ from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
 from .gradients.reduction import Gradients
 from .loop_state import LoopHooks, LoopState
-from .model import ModelTensors
 from .phases import Phases
 from .rebalancer import Rebalancer, use_device
 from .restore import Restorer
-from .runtime import Runtime
+from .runtime import ModelTensors, Runtime
 from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..balancer.balancer import Balancer
-from ..balancer.gradients.scaler import GradScaler
+from ..balancer.gradients.reduction import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
 from ..checkpoint.restore import restore_placement
