@@ -115,7 +115,7 @@ class Balancer:
         self.runtime = runtime
         self.tensors = ModelTensors(runtime)
         self.loop = LoopState(self.tensors)
-        self.gradients = Gradients(runtime, self.tensors, self.loop)
+        self.gradients = Gradients(runtime, self.loop)
         self.rebalancer = Rebalancer(runtime, transport, self.events, self.loop)
         self.guard = self.rebalancer.guard
         self._rebalance_now: Callable[[], bool] = self.rebalancer.now
@@ -132,7 +132,7 @@ class Balancer:
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
         self._export_with = export_with
-        self._phases = Phases(runtime, self.rebalancer, self.tensors.memory, self.events, self.loop)
+        self._phases = Phases(runtime, self.rebalancer, self.events, self.loop)
         self.closing = ExitStack()
         for end in (
             runtime.groups.close_balancing,

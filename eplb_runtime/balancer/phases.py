@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
-from ..moe.experts.slices import WeightMemory
 from ..utils.errors import one_line
 from .loop_state import LoopState
 from .rebalancer import Rebalancer
@@ -24,12 +23,10 @@ logger = logging.getLogger("eplb_runtime")
 class Phases:
     """Suspends and resumes one balancer. Both are collective over the job, between steps."""
 
-    def __init__(
-        self, runtime: Runtime, rebalancer: Rebalancer, memory: WeightMemory, events: EventLog, loop: LoopState
-    ) -> None:
+    def __init__(self, runtime: Runtime, rebalancer: Rebalancer, events: EventLog, loop: LoopState) -> None:
         self._runtime = runtime
         self._rebalancer = rebalancer
-        self._memory = memory
+        self._memory = loop.tensors.memory
         self._events = events
         self._loop = loop
         self._since = 0.0

@@ -261,10 +261,10 @@ class Overlapped:
         if self._gate.is_set():
             return
         name = self._written()
+        written = name and f"{name} was written between the optimizer's step and the forward"
         for flight in self._flights:
-            if flight.here:
-                written = name and f"{name} was written between the optimizer's step and the forward"
-                self._refuse_if_written(flight, written or self._changed([flight.layer]))
+            if flight.here and (problem := written or self._changed([flight.layer])):
+                self._refuse(flight, Verdict(False, problem, kind=WRITTEN))
         self._gate.set()
 
     def _written(self) -> str:
@@ -305,10 +305,6 @@ class Overlapped:
             self._refuse(flight, Verdict(False, f"layer {flight.layer}: {cause}", not kind, kind))
         if flight.here and not flight.committed and flight.verdict is not None and flight.verdict.commit:
             self._commit(flight)
-
-    def _refuse_if_written(self, flight: InFlightRound, problem: str) -> None:
-        if problem:
-            self._refuse(flight, Verdict(False, problem, kind=WRITTEN))
 
     def _refuse(self, flight: InFlightRound, verdict: Verdict) -> None:
         """Vote against a round, unless its verdict is known or this rank has said yes."""
@@ -367,9 +363,9 @@ class Overlapped:
             flights.append(InFlightRound(round_, ballot, round_.layers[0] in held, patience))
         self._gate, self._flights = gate, flights
         here = [flight for flight in flights if flight.here]
-        problem = self._changed([flight.layer for flight in here])
-        for flight in here:
-            self._refuse_if_written(flight, problem)
+        if problem := self._changed([flight.layer for flight in here]):
+            for flight in here:
+                self._refuse(flight, Verdict(False, problem, kind=WRITTEN))
         self._as_sent = [
             (of_home.name, tensor, tensor._version, sampled(tensor) if tensor.device.type == "cpu" else None)
             for flight in here

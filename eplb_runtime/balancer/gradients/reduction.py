@@ -28,7 +28,7 @@ from ...load.counter import in_recompute
 from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
 from ..loop_state import LoopHooks, LoopState
-from ..runtime import ModelTensors, Runtime
+from ..runtime import Runtime
 from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_of_experts
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Gradients(LoopHooks):
     """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
     Without an optimizer a backward pass through experts is refused."""
 
-    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState) -> None:
-        groups = runtime.groups
+    def __init__(self, runtime: Runtime, loop: LoopState) -> None:
+        groups, tensors = runtime.groups, loop.tensors
         self._runtime, self._loop = runtime, loop
         self._registry = runtime.registry
         self._replicas = runtime.maps.replicas
