@@ -114,8 +114,7 @@ class Rebalancer(LoopHooks):
         if config.replica_slots:
             compile_split()
         self.decisions = PlanMaker(runtime)
-        bandwidth = runtime.topology.slowest_bandwidth
-        self.overlapped = Overlapped(self._engine, self.control, runtime.registry, runtime.maps, config, bandwidth)
+        self.overlapped = Overlapped(self._engine, self.control, runtime.registry, runtime.maps, config)
         self._overlaps = config.overlap
 
     def placement(self) -> Placement:
@@ -197,7 +196,6 @@ class Rebalancer(LoopHooks):
                 target = self._agree_on_target(self._pending)
                 if target is not None:
                     self._migrate(target, self._overlaps)
-        self.overlapped.step_begins()
         if self._is_sampled(self.step):
             self._expert_clock.begin_step()
         return self._placement is not before
@@ -322,7 +320,6 @@ class Rebalancer(LoopHooks):
         if not self.overlapped.in_flight:
             self.control.require("a migration")
             self._migrate(target, self._overlaps)
-            self.overlapped.step_begins()
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or

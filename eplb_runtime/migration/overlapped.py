@@ -1,7 +1,8 @@
 """Overlaps a migration with training: experts travel during a step, and each layer is committed before its forward.
 
-At the end of a step rounds of single layers are posted, as many as will arrive in time (`migration.pacing`), and a
-thread transfers them while the next step computes. Nothing should write these experts between an optimizer's step and
+At the end of a step rounds of single layers are posted, and a thread transfers them while the next step computes: as
+many bytes as were in time before and some more, half of them after some were late. Layers whose forwards come last go
+first; what was late by itself is waited for. Nothing should write these experts between an optimizer's step and
 the next forward; a write is noticed before the ranks vote. A layer is committed where its forward begins, before any
 token is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
 decision's record, whose first word holds for all ranks. So no rank goes by its own view alone, and the layer is sent
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +39,6 @@ from ..replicas.sync import Maps
 from ..utils.errors import one_line
 from .engine import Formats, MigrationEngine, MigrationProgress, PostedRound, PreparedMigration, layers_that_differ
 from .exchange import formats_of
-from .pacing import Pace, StartTimes, next_batch
 from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
@@ -46,19 +46,12 @@ logger = logging.getLogger("eplb_runtime")
 LATE, WRITTEN = "late", "written"
 """Kinds of verdicts. LATE: the round is sent again. WRITTEN: somebody writes or replaces its experts between steps."""
 _SAMPLE_ELEMENTS = 64
-_PATIENCE_SECONDS = 2e-3
-"""A layer's forward waits this long, plus 10 % of the transfer time, before its experts count as late."""
+_PATIENCE_SECONDS = 3e-3
+"""A layer's forward waits this long before its experts count as late."""
 _TRIES = 5
-"""A layer that is late this often stays where it is."""
+"""A layer that is late by itself this often stays where it is."""
 _AHEAD = 2
 """Rounds that are posted before an earlier one has arrived."""
-_UNMEASURED_FACTOR = 4
-"""Assumed transfer time as a multiple of the link's, until it is measured: experts are also hashed, packed and
-unpacked, and the step uses the processor too."""
-_MARGIN = 1.5
-"""Safety factor of transfer times: a late round is sent twice, and one that is not sent goes with the next step."""
-_WEIGHT = 0.3
-"""Weight of a new measurement of the transfer time."""
 
 
 @dataclass(eq=False)
@@ -101,7 +94,6 @@ class Overlapped:
         control: its thread transfers experts, and all else that uses the control group takes its turn there.
         registry: the tensors that move.
         maps: everything that follows the placement.
-        bandwidth: bytes a second of the slowest link, used until a migration has shown how fast experts travel.
 
     Attributes:
         in_flight: whether a migration was begun and has not ended.
@@ -115,19 +107,14 @@ class Overlapped:
         registry: ExpertTensors,
         maps: Maps,
         config: BalancerConfig,
-        bandwidth: float,
     ) -> None:
         self.late_rounds = self.late_bytes = 0
         self._engine, self._control = engine, control
         self._registry, self._maps = registry, maps
         self._timeout = config.timeout_seconds
         self._max_pause = config.migration.max_pause_seconds
-        self._seconds_per_byte_of_link = 1.0 / max(bandwidth, 1.0)
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
-        self._boundary = time.perf_counter()
-        self._started: set[int] = set()
-        self._starts = StartTimes(registry.num_layers)
-        self._seconds_per_byte = 0.0
+        self._budget = engine.bytes_per_step // 4
         self._stream: Any = None
         self._forget()
 
@@ -136,7 +123,7 @@ class Overlapped:
         self.in_flight = False
         self._migration: PreparedMigration | None = None
         # It would keep optimizer state alive that the job has replaced since.
-        self._prepared: Future[tuple[PreparedMigration | None, Pace | None, Verdict]] | None = None
+        self._prepared: Future[tuple[PreparedMigration | None, Verdict]] | None = None
         self._transferring: Future[None] | None = None
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
@@ -155,8 +142,7 @@ class Overlapped:
         self._is_new = self.in_flight = True
         self._key, self._current, self._target = key, current, target
         formats = formats_of(self._registry, layers_that_differ(current, target))
-        pace = self._pace_so_far().encode()
-        self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats, pace))
+        self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
         """Return what the step that is over has committed, and post what overlaps with the next one. On every rank."""
@@ -191,11 +177,6 @@ class Overlapped:
         """Stop the thread's wait for training."""
         self._gate.set()
 
-    def step_begins(self) -> None:
-        """Start the clock of a step."""
-        self._started.clear()
-        self._boundary = time.perf_counter()
-
     def forward_begins(self) -> None:
         """Let ranks vote, since a forward of the model begins: nothing writes experts from here on."""
         if self._flights and not self._gate.is_set():
@@ -205,9 +186,6 @@ class Overlapped:
     def before_layer(self, layer: int) -> None:
         """Commit the rounds of a layer that have arrived, since its forward begins. On every rank that holds the
         layer."""
-        if layer not in self._started:
-            self._started.add(layer)
-            self._starts.observe(layer, time.perf_counter() - self._boundary)
         if self._flights:
             with self._training_waits():  # two batches may run at once
                 self._open_gate()
@@ -331,17 +309,16 @@ class Overlapped:
             return MigrationProgress(self._current)
         assert self._prepared is not None
         if wait([self._prepared], self._timeout + A_LITTLE_SECONDS).done:
-            migration, pace, verdict = self._prepared.result()
+            migration, verdict = self._prepared.result()
         else:
             lost = Verdict(False, "a rank waited for the others to prepare it, and they did not in time", True)
-            migration, pace, verdict = None, None, self._control.agreement.record(f"{self._key}/prepared", lost)
-        if migration is None or pace is None:
+            migration, verdict = None, self._control.agreement.record(f"{self._key}/prepared", lost)
+        if migration is None:
             if verdict.commit:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
             left = tuple(layers_that_differ(self._current, self._target))
             return MigrationProgress(self._current, verdict, Phase.STAGED, left_layers=left)
-        self._migration, self._pace = migration, pace
-        self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
+        self._migration, self._nbytes = migration, migration.schedule.load.max(axis=1, initial=0).tolist()
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
         return MigrationProgress(self._current)
@@ -350,16 +327,15 @@ class Overlapped:
         """Post the rounds that overlap with the next step."""
         migration = self._migration
         assert migration is not None
-        in_flight_bytes = self._engine.in_flight_bytes(migration.schedule)
-        batch = next_batch(self._open, self._nbytes, self._late, self._pace, in_flight_bytes)
+        most = min(self._budget, self._engine.in_flight_bytes(migration.schedule))
+        rounds, waits = next_rounds(self._open, self._nbytes, self._late, most)
+        patience = self._max_pause
+        if patience is None:
+            patience = self._timeout + A_LITTLE_SECONDS if waits else _PATIENCE_SECONDS
         self._batches += 1
         gate, held, flights = threading.Event(), set(self._registry.layers), list[InFlightRound]()
-        for round_ in batch.rounds:
-            ballot, patience = Ballot(f"{self._key}/{self._batches}/{round_.number}"), self._max_pause
-            if patience is None:
-                microseconds = self._pace.microseconds(self._nbytes[round_.number])
-                most = self._timeout + A_LITTLE_SECONDS
-                patience = most if batch.waited_for else _PATIENCE_SECONDS + 1e-7 * microseconds
+        for round_ in rounds:
+            ballot = Ballot(f"{self._key}/{self._batches}/{round_.number}")
             flights.append(InFlightRound(round_, ballot, round_.layers[0] in held, patience))
         self._gate, self._flights = gate, flights
         here = [flight for flight in flights if flight.here]
@@ -393,6 +369,7 @@ class Overlapped:
     def _close_rounds(self) -> MigrationProgress:
         """Close the rounds of the last step, and report what became of them."""
         progress, failed, has_late = self._committed(), Verdict(True), False
+        alone, posted = len(self._flights) == 1, sum(self._nbytes[flight.round_.number] for flight in self._flights)
         for flight in self._flights:
             verdict, layer = flight.verdict, flight.layer
             assert verdict is not None
@@ -401,7 +378,7 @@ class Overlapped:
                 if not self._open[layer]:
                     del self._open[layer]
             elif verdict.kind == LATE:
-                has_late, self._late[layer] = True, self._late.get(layer, 0) + 1
+                has_late, self._late[layer] = True, self._late.get(layer, 0) + alone
                 self.late_rounds += 1
                 self.late_bytes += flight.received_bytes
                 logger.info("%s; it is sent again", verdict.cause)
@@ -410,8 +387,8 @@ class Overlapped:
                     failed = Verdict(False, cause)
             elif failed.commit or verdict.connections_broken:
                 failed = verdict
-        if has_late:
-            self._pace = self._pace.slower()
+        more = max(posted // 4, *self._nbytes)  # one more round at least
+        self._budget = posted // 2 if has_late else max(self._budget, posted + more)
         self._flights, self._as_sent = [], []
         return replace(
             progress,
@@ -427,26 +404,20 @@ class Overlapped:
         done = [flight.posted for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
         return self._engine.progress(placement, self._migration, [posted for posted in done if posted is not None])
 
-    def _pace_so_far(self) -> Pace:
-        """This rank's measurements of its layers' forwards and of the speed of transfers."""
-        seconds_per_byte = self._seconds_per_byte or _UNMEASURED_FACTOR * self._seconds_per_byte_of_link
-        us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
-        return Pace(self._starts.microseconds(), max(1, us_per_mib))
-
     # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, current: Placement, target: Placement, formats: Formats, words: Tensor
-    ) -> tuple[PreparedMigration | None, Pace | None, Verdict]:
+        self, current: Placement, target: Placement, formats: Formats
+    ) -> tuple[PreparedMigration | None, Verdict]:
         try:
             migration, verdict = self._engine.prepare(current, target, self._key, formats)
-            if migration is not None:
-                words = self._control.agreement.gather(words)[0]  # the first rank's, which plans
+            if migration is not None:  # the first rank's, so that all take the same rounds
+                self._budget = int(self._control.agreement.gather(torch.tensor([self._budget]))[0])
         except Exception as error:
             logger.debug("an overlapped migration could not be prepared", exc_info=True)
             migration, verdict = None, Verdict(False, one_line(error), True)
         verdict = self._control.agreement.record(f"{self._key}/prepared", verdict)
-        return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
+        return (migration if verdict.commit else None), verdict
 
     def _transfer_rounds(
         self,
@@ -466,7 +437,6 @@ class Overlapped:
 
         try:
             follow()
-            began = time.perf_counter()
             if post is not None:
                 self._engine.executor.restart()
             for number, flight in enumerate(flights):
@@ -477,9 +447,6 @@ class Overlapped:
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
-            if nbytes := sum(flight.received_bytes for flight in flights):
-                now, weight = (time.perf_counter() - began) / nbytes, _WEIGHT if self._seconds_per_byte else 1.0
-                self._seconds_per_byte += weight * (now - self._seconds_per_byte)
             if not gate.wait(self._timeout):
                 late = Verdict(False, "training did not go on", kind=LATE)
                 for flight in arrived:
@@ -518,6 +485,26 @@ class Overlapped:
             torch.cuda.set_stream(self._stream)
 
         return follow
+
+
+def next_rounds(
+    open_: Mapping[int, Sequence[Round]], nbytes: Sequence[int], late: Mapping[int, int], most: int
+) -> tuple[list[Round], bool]:
+    """Return the rounds that overlap with the next step, in the order in which they travel, and whether training waits
+    for them; the same on every rank. Of each layer's ``open_`` rounds the first can travel; forwards of later layers
+    leave more time. One that was ``late`` by itself is waited for, when no other is left.
+
+    Args:
+        nbytes: of each round.
+        most: bytes that may travel, but one round in any case.
+    """
+    taken: list[Round] = []
+    for layer in sorted(open_, reverse=True):
+        round_ = open_[layer][0]
+        if not late.get(layer) and (not taken or nbytes[round_.number] <= most):
+            taken.append(round_)
+            most -= nbytes[round_.number]
+    return (taken[::-1], False) if taken else ([open_[max(open_)][0]], True)
 
 
 def sampled(tensor: Tensor) -> Tensor:
