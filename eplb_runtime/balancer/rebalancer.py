@@ -193,9 +193,7 @@ class Rebalancer(LoopHooks):
             if self._pending is None and decides:
                 self._pending = self._decide(self._config.migration.lag)
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
-                target = self._agree_on_target(self._pending)
-                if target is not None:
-                    self._migrate(target, self._overlaps)
+                self._carry_out(self._pending, self._overlaps)
         if self._is_sampled(self.step):
             self._expert_clock.begin_step()
         return self._placement is not before
@@ -229,9 +227,7 @@ class Rebalancer(LoopHooks):
         self.drain()
         if self._pending is None:
             self._pending = self._decide(0)
-        target = self._agree_on_target(self._pending)
-        if target is not None:
-            self._migrate(target)
+        self._carry_out(self._pending)
         return self._placement is not before
 
     def plan_ahead(self, suspended: bool) -> None:
@@ -391,14 +387,13 @@ class Rebalancer(LoopHooks):
         except OptimizerStateError:
             return 0
 
-    def _agree_on_target(self, pending: _Pending) -> Placement | None:
-        """The placement that all ranks have decided on; None: experts stay where they are."""
+    def _carry_out(self, pending: _Pending, overlaps: bool = False) -> None:
+        """Act on a decision as all ranks do, and report it."""
         try:
             decision = self.control.result(pending.decision, pending.key)
         except ConnectionLost as lost:
             self._pending = None
-            self._drop("planned", str(lost), True)
-            return None
+            return self._drop("planned", str(lost), True)
         self._pending = None
         # All ranks were in this decision, so none is in an earlier one or its migration.
         self._groups.store.forget(pending.keys_of_earlier)
@@ -406,10 +401,10 @@ class Rebalancer(LoopHooks):
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
         if decision.failure or decision.planned is None:
-            self._drop("planned", decision.failure, False)
-            return None
+            return self._drop("planned", decision.failure, False)
         self._events.emit(replace(decision.planned, step=self.step))
-        return None if self._loop.closed else decision.target  # a signal's handler may have closed it meanwhile
+        if decision.target is not None and not self._loop.closed:  # a signal's handler may have closed it meanwhile
+            self._migrate(decision.target, overlaps)
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
@@ -420,7 +415,7 @@ class Rebalancer(LoopHooks):
         try:
             if overlaps:
                 self.overlapped.begin(self._placement, target, key)
-                progress = self.overlapped.advance()
+                progress = MigrationProgress(self._placement)
             else:
                 self.control.run(lambda *_: None)  # a decision, or a notice, may be on the control group still
                 if self._maps.replicas is not None:  # they are read from homes that are about to be written

@@ -139,16 +139,14 @@ class Overlapped:
         """Prepare a migration while training goes on; at the end of a step, on every rank. ``key`` names its
         decisions."""
         self._forget()
-        self._is_new = self.in_flight = True
+        self.in_flight = True
         self._key, self._current, self._target = key, current, target
         formats = formats_of(self._registry, layers_that_differ(current, target))
         self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank."""
-        if self._is_new:  # its preparation overlaps with the next step
-            self._is_new = False
-            return MigrationProgress(self._current)
+        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank, at
+        the end of each step after the one of `begin`: the preparation overlaps with the first."""
         with self._training_waits():
             self.withdraw()
             progress = self._close_rounds() if self._flights else self._open_rounds()
