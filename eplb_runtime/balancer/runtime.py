@@ -24,8 +24,7 @@ from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter
 from ..moe.dispatch.base import Dispatcher
 from ..moe.dispatch.channels import MicroBatchChannels
-from ..moe.experts.matching import MARK, arrays_in, matched
-from ..moe.experts.registry import ExpertTensors, RegistryError, why_not_written
+from ..moe.experts.registry import MARK, ExpertTensors, RegistryError, arrays_in, matched, why_not_written
 from ..moe.experts.slices import WeightMemory, is_sliced
 from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer

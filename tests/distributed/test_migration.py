@@ -20,7 +20,7 @@ from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, MigrationProgress, Phase
 from eplb_runtime.migration.schedule import make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensors
-from eplb_runtime.moe.routing.lookup import SlotTable
+from eplb_runtime.moe.routing.slots import SlotTable
 from eplb_runtime.placement import Placement
 
 LAYERS, EXPERTS, RANKS = 3, 12, 4
