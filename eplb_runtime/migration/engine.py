@@ -55,7 +55,6 @@ class MigrationBroken(RuntimeError):
 class PreparedMigration:
     """A migration for which all ranks have the same schedule; ``current`` is the placement after its commits so far."""
 
-    key: str
     schedule: TransferSchedule
     records: Records
     current: Placement
@@ -230,7 +229,7 @@ class MigrationEngine:
         self.wait_for_device()  # work that is queued already is no part of the pause
         started, self._epoch = time.perf_counter(), current.epoch
         self._seconds.clear()
-        migration, verdict = self.prepare(current, target, key)
+        migration, verdict = self.prepare(current, target)
         failed = Phase.PREPARED if migration is None else Phase.STAGED
         placement, done = current, list[PostedRound]()
         for round_ in () if migration is None else migration.schedule.rounds:
@@ -274,7 +273,7 @@ class MigrationEngine:
     # -- the phases, in order ------------------------------------------------------------------------------------
 
     def prepare(
-        self, current: Placement, target: Placement, key: str, formats: Formats | None = None
+        self, current: Placement, target: Placement, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
         """Agree on rounds with all ranks, and reserve their memory, so that a rank fails before any waits for its
         bytes. With ``formats``, for overlap, each round has one layer. Returns None and the verdict if there is no
@@ -302,7 +301,7 @@ class MigrationEngine:
             verdict = self._agreement.check_equal(digest, "transfer schedule", problem)
         if schedule is None or not verdict.commit:
             return None, verdict
-        return PreparedMigration(key, schedule, records, current), verdict
+        return PreparedMigration(schedule, records, current), verdict
 
     def in_flight_bytes(self, schedule: TransferSchedule) -> int:
         """Bytes that a rank may receive in rounds in flight together; the same on every rank."""

@@ -408,7 +408,7 @@ class Overlapped:
         self, current: Placement, target: Placement, formats: Formats
     ) -> tuple[PreparedMigration | None, Verdict]:
         try:
-            migration, verdict = self._engine.prepare(current, target, self._key, formats)
+            migration, verdict = self._engine.prepare(current, target, formats)
             if migration is not None:  # the first rank's, so that all take the same rounds
                 self._budget = int(self._control.agreement.gather(torch.tensor([self._budget]))[0])
         except Exception as error:

@@ -196,7 +196,7 @@ def watch_memory(rank: int) -> None:
     cluster = Cluster(rank, START)
     engine = cluster.engine
     with Allocations() as before:
-        migration, verdict = engine.prepare(cluster.placement, TARGET, "m")
+        migration, verdict = engine.prepare(cluster.placement, TARGET)
         assert verdict.commit
     after = Allocations()
     for round_ in migration.schedule.rounds:
