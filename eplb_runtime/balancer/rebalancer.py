@@ -201,17 +201,12 @@ class Rebalancer(LoopHooks):
     def _is_sampled(self, step: int) -> bool:
         """Return whether expert work is measured in a step, the first of which is 0: in three shortly before a
         decision, every thirty steps at most; without an interval, in three after one."""
-        if self._config.migration.moe_share is not None:
+        interval, not_taken = self._config.interval, len(self._expert_clock.steps)  # many while quiesced
+        to_decision = 0 if interval is None else interval - step % interval
+        if self._config.migration.moe_share is not None or not_taken >= max(SAMPLED_STEPS, interval or 0):
             return False
-        interval = self._config.interval
-        if len(self._expert_clock.steps) >= max(SAMPLED_STEPS, interval or 0):  # not taken yet: quiesced
-            return False
-        if interval is None:
-            return step >= self._next_sampled
-        to_decision = interval - step % interval
-        if step + to_decision < self._next_sampled:
-            return False
-        return interval <= SAMPLED_STEPS + 1 or 1 < to_decision <= SAMPLED_STEPS + 1
+        is_near = interval is None or interval <= SAMPLED_STEPS + 1 or 1 < to_decision <= SAMPLED_STEPS + 1
+        return is_near and step + to_decision >= self._next_sampled
 
     def refuse_if_broken(self) -> None:
         """Raise `MigrationBroken` once this rank has failed after an agreement: the place of its experts is unknown."""
