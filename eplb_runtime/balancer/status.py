@@ -19,7 +19,8 @@ def balancer_table(
     config: BalancerConfig, topology: Topology, placement: Placement, step: int, events: EventLog
 ) -> str:
     """The model and the state of its balancing, as a table."""
-    measured, committed = events.of_type(LoadMeasured), events.of_type(RebalanceCommitted)
+    measured = events.of_type(LoadMeasured)
+    committed = [event for event in events if isinstance(event, RebalanceCommitted)]
     moved = sum(event.moved_experts for event in committed)
     placed = sum(event.placed_replicas for event in committed)
     replicas = f"{counted(placed, 'replica')} placed, " if placed else ""

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.consensus import Ballot, Verdict
+from ..distributed.consensus import Ballot, Phase, Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ControlChannel
-from ..distributed.points import Phase
 from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
