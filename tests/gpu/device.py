@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import util
 from typing import Any
@@ -77,10 +77,10 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: str = NCCL, **environment: str) -> list:
+def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: str = NCCL) -> list:
     """What a function gives on each rank; skips where NCCL takes one rank on a GPU, and there are too few."""
     try:
-        return run_ranks(size, function, *args, backend=backend, start_method="spawn", **environment)
+        return run_ranks(size, function, *args, backend=backend, start_method="spawn", **SHARED)
     except AssertionError as error:
         if torch.cuda.device_count() < size and "Duplicate GPU" in str(error):
             pytest.skip(f"{torch.cuda.device_count()} GPU, and NCCL {torch.cuda.nccl.version()} takes one rank on each")
@@ -89,6 +89,11 @@ def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: s
 
 def goes_on(balancer: eplb.Balancer, step: int) -> bool:
     return step < 24
+
+
+def trained(rank: int, jobs: Sequence[tuple[Any, ...]]) -> list[dict]:
+    """One `train` after the other: a start of ranks costs more than a job."""
+    return [train(rank, *job) for job in jobs]
 
 
 def train(rank: int, settings: dict[str, Any], experts: int = 8, until: Callable[..., bool] = goes_on) -> dict:

@@ -69,16 +69,9 @@ def arriving(
         return torch.empty(length, dtype=dtype, device=device)
 
     arrived_M, slot_place_M, ends_S = empty(), empty(), empty(torch.int32, slots_per_rank)
-    row_M = arrived_M if source_row_M1 is None else empty()
+    source, row_M = (arrived_M, arrived_M) if source_row_M1 is None else (source_row_M1, empty())
     _arrive[(ranks * slots_per_rank, _PARTS)](
-        *(
-            counts.contiguous(),
-            arrived_M if source_row_M1 is None else source_row_M1,
-            arrived_M,
-            slot_place_M,
-            row_M,
-            ends_S,
-        ),
+        *(counts.contiguous(), source, arrived_M, slot_place_M, row_M, ends_S),
         *(first, ranks, slots_per_rank, columns),
         HAS_SOURCE_ROWS=source_row_M1 is not None,
         CELLS=power_of_2(ranks * slots_per_rank),
