@@ -18,8 +18,7 @@ from ..balancer.balancer import Balancer
 from ..checkpoint.stream import ExportError
 from ..distributed.consensus import first_problem
 from ..migration.overlapped import sampled
-from ..moe.experts.gathering import rearranged
-from ..moe.experts.slices import is_sliced
+from ..moe.experts.slices import is_sliced, rearranged
 from ..placement import Placement
 
 Key = TypeVar("Key")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import ExportError
 from eplb_runtime.hosts.walks import Walk
-from eplb_runtime.moe.experts.matching import MARK
+from eplb_runtime.moe.experts.registry import MARK
 
 
 def follow_mbridge(balancer: eplb.Balancer, bridge: Any) -> None:

@@ -27,14 +27,8 @@ SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 def share_one_gpu(rank: int) -> None:
     """Let NCCL ranks use the same GPU, before its first communicator: since 2.30 it has a switch for that, older ones
     take ranks with different host ids for different machines and talk through the loopback interface."""
-    os.environ.update(
-        NCCL_MULTI_RANK_GPU_ENABLE="1",
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_NVLS_ENABLE="0",
-        NCCL_MAX_CTAS="8",
-    )
+    os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+    os.environ.update(NCCL_IB_DISABLE="1", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="8")
 
 
 def device_of(rank: int) -> torch.device:

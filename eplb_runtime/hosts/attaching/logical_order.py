@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...distributed.consensus import barrier
-from ...moe.experts.gathering import rearranged
-from ...moe.experts.slices import local
+from ...moe.experts.slices import local, rearranged
 from .description import MoELayer
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ...moe.experts.matching import MARK
+from ...moe.experts.registry import MARK
 
 logger = logging.getLogger("eplb_runtime")
 

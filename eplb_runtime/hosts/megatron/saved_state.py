@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 
-from ...moe.experts.matching import MARK
+from ...moe.experts.registry import MARK
 from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
 
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")

@@ -4,14 +4,11 @@ in, and the sums that bring a token's choices together again. No communication h
 Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
-Each is a function of its arguments alone; sums run over a token's choices in the router's order. What kernels replace
-(`kernels.py`) is in `Moves`.
+Each is a function of its arguments alone; sums run over a token's choices in the router's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from typing import NamedTuple
@@ -51,7 +48,8 @@ class RowMemory:
 
     def _storage(self, size: int) -> torch.UntypedStorage:
         """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
-        free = [storage for storage in self._storages if _is_free(storage)]
+        assert _holders is not None
+        free = [storage for storage in self._storages if _holders(storage._cdata) == 1]  # nobody else holds it
         fits = [storage for storage in free if storage.nbytes() >= size]
         if fits:
             return min(fits, key=lambda storage: storage.nbytes())
@@ -64,11 +62,6 @@ class RowMemory:
 
 # How many hold a storage. Without it (it is not public) nothing is kept.
 _holders = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Return whether the one that keeps it is the only one that holds it."""
-    return _holders is not None and bool(_holders(storage._cdata) == 1)
 
 
 class Leaving(NamedTuple):
@@ -303,16 +296,3 @@ def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Ten
         return rows_UD.new_zeros(begin_B.shape[0], rows_UD.shape[1])
     total_BD = functional.embedding_bag(element_U, rows_UD.to(dtype), begin_B, mode="sum", per_sample_weights=weights)
     return total_BD.to(rows_UD.dtype)
-
-
-@dataclass(frozen=True)
-class Moves:
-    """The functions of the same names here, or the kernels of `kernels.py`."""
-
-    leaving: Callable[..., Leaving] = leaving
-    arriving: Callable[..., Arriving] = arriving
-    sum_choices: Callable[..., Tensor] = sum_choices
-    sum_here: Callable[..., Tensor] = sum_here
-
-
-PLAIN = Moves()
