@@ -67,9 +67,8 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
 
 
 class CheckedKernel:
-    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. The first
-    batch that has rows is computed by both, for each set of dtypes, widths and flags: a kernel is compiled for each.
-    ``written`` returns the part of a result that is not left uninitialised."""
+    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. Both compute
+    the first batch with rows of each set of dtypes, widths and flags. ``written`` returns the initialised part."""
 
     def __init__(
         self,

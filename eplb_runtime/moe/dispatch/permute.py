@@ -47,8 +47,7 @@ class RowMemory:
 
     def _storage(self, size: int) -> torch.UntypedStorage:
         """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
-        assert _holders is not None
-        free = [storage for storage in self._storages if _holders(storage._cdata) == 1]  # nobody else holds it
+        free = [storage for storage in self._storages if _holders and _holders(storage._cdata) == 1]  # nobody else's
         fits = [storage for storage in free if storage.nbytes() >= size]
         if fits:
             return min(fits, key=lambda storage: storage.nbytes())
