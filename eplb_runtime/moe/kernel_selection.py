@@ -67,7 +67,7 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
 
 
 class CheckedKernel:
-    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. Both compute
+    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. Both take
     the first batch with rows of each set of dtypes, widths and flags. ``written`` returns the initialised part."""
 
     def __init__(
