@@ -28,14 +28,13 @@ from .logical_order import LogicalOrder, order_optimizer
 from .state_hooks import Homes, mark_optimizer
 
 
-def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """Raise AttachError if an optimizer steps another attached model, whose experts it would take for dense."""
+def why_shared(optimizer: torch.optim.Optimizer) -> str:
+    """Say that an optimizer steps another attached model, whose experts it would take for dense."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(hook, "__self__", None), Optimizers) for hook in hooks):
-        raise AttachError(
-            f"this {type(optimizer).__name__} steps another attached model already: give each attached model an "
-            "optimizer of its own"
-        )
+        kind = type(optimizer).__name__
+        return f"this {kind} steps another attached model already: give each attached model an optimizer of its own"
+    return ""
 
 
 class Optimizers(LoopHooks):
@@ -74,7 +73,8 @@ class Optimizers(LoopHooks):
             )
         if any(optimizer is known for known in self._known):
             raise AttachError("the balancer has this optimizer already: adopt each once")
-        refuse_shared(optimizer)
+        if why := why_shared(optimizer):
+            raise AttachError(why)
         if name := self._replaced_in(optimizer):
             raise AttachError(self._replaced_message(name))
         number = self._replaceable(instead_of) if instead_of is not None else -1

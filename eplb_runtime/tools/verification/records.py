@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...hosts.attaching.trial import FOUND, KINDS, SKETCHES
+from ...hosts.attaching.trial import FOUND, KINDS
 
 TIMES_SHAKEN, ROUNDINGS = 12.0, 20.0
 """Runs may differ by so often what rounding errors in each step come to in this job; or, in any case, by so many
@@ -75,28 +75,21 @@ class Run:
     @property
     def length(self) -> int:
         """Steps on record; -1: not even ``attach``."""
-        return len(list(self.folder.glob("step-*.npz"))) - 1
+        return len(list(self.folder.glob("step-*.jsonl"))) - 1
 
     def step(self, number: int) -> StepRecord:
         """Return what is on record of a step."""
-        with np.load(self.folder / f"step-{number:05d}.npz", allow_pickle=False) as arrays:
-            counts = arrays["counts"]
-            messages = [arrays[f"rank{rank}"].tobytes() for rank in range(len(arrays.files) - 1)]
+        lines = (self.folder / f"step-{number:05d}.jsonl").read_text().splitlines()
+        counts, *of_ranks = map(json.loads, lines)
         gathered: dict[Key, list[Any]] = {}
-        losses = []
-        for rank, message in enumerate(messages):
-            end = 8 + int.from_bytes(message[:8], "little")
-            head = json.loads(message[8:end])
-            losses.append(tuple(head["losses"]))
-            words = np.frombuffer(message[end:], dtype=np.int64).reshape(head["rows"], 6 + SKETCHES)
-            for row, sums in zip(words[:, :5].tolist(), words[:, 5:].copy().view(np.float64), strict=True):
-                key = head["names"][row[0]], row[1]
-                gathered.setdefault(key, []).append((KINDS[row[2]], row[3], rank, row[4], sums))
+        for rank, (_, rows) in enumerate(of_ranks):
+            for name, expert, kind, numel, digest, sums in rows:
+                gathered.setdefault((name, expert), []).append((kind, numel, rank, digest, sums))
         cells = {}
         for key, found in gathered.items():
-            kinds, sizes, ranks, digests, of_ranks = zip(*found, strict=True)
-            cells[key] = Cell(kinds[0], sizes[0], ranks, digests, np.stack(of_ranks))
-        return StepRecord(cells, counts, tuple(losses))
+            kinds, sizes, ranks, digests, sums = zip(*found, strict=True)
+            cells[key] = Cell(kinds[0], sizes[0], ranks, digests, np.array(sums))
+        return StepRecord(cells, np.array(counts), tuple(tuple(losses) for losses, _ in of_ranks))
 
 
 @dataclass(frozen=True)
@@ -115,10 +108,10 @@ class Difference:
         return f"{when} {what} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
 
 
-def first_difference(one: Run, other: Run, most: int | None = None) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came, or to a step; None: there is none. Losses alone
-    make none: a term over a rank's experts goes by where they are, and its gradient may not."""
-    for number in range(min(one.length, other.length, one.length if most is None else most) + 1):
+def first_difference(one: Run, other: Run) -> Difference | None:
+    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses alone make none: a
+    term over a rank's experts goes by where they are, and its gradient may not."""
+    for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()
         both = (key for key in here.ordered() if key not in lone)
