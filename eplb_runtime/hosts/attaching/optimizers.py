@@ -24,8 +24,7 @@ from ...distributed.consensus import barrier
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
-from .logical_order import LogicalOrder, order_optimizer
-from .state_hooks import Homes, mark_optimizer
+from .state_hooks import Homes, LogicalOrder, mark_optimizer, order_optimizer
 
 
 def why_shared(optimizer: torch.optim.Optimizer) -> str:

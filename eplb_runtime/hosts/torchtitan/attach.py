@@ -1,10 +1,16 @@
 """From a torchtitan config to a balanced training: what is set in the config, and what happens when the Trainer has
-built its optimizers."""
+built its optimizers.
+
+torchtitan makes pipeline stages without examples of what they get. So torch runs a forward and a backward of its own
+through them, on unwritten memory, ahead of the first step and whenever training and validation take turns. That is no
+batch: it counts nowhere, and no token travels.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -14,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
-from .. import _all_can_attach
+from .. import _all_can_attach, pipelining
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..attaching.state_hooks import LogicalOrder, keep_order, synchronize_state
 from ..refusals import NOT_RUN
-from .experts import balanced_experts, describe, routed_experts
-from .pipeline import accompany, build_pipeline, numbers_of
+from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import (
     BACKENDS,
     STANDARD,
@@ -138,7 +144,7 @@ def _build(
     for part in model_parts:
         synchronize_state(part, order)
     if parallel_dims.pp_enabled:
-        accompany(model_parts, balancer)
+        _accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)
 
 
@@ -239,3 +245,84 @@ def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
 
     setattr(clip, _BALANCER, True)
     titan._clip_grad_norm_with_ep = clip
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+_SCHEDULE = "_eplb_runtime_schedule"
+_SHAPE_METHODS = ("_forward_metadata_inference", "_backward_metadata_inference")
+"""What torch's stages learn shapes by."""
+
+Built = tuple[pipelining.Schedule, list[nn.Module], bool, bool]
+
+
+def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) -> Built:
+    """As the model's own ``pipelining_fn``; its parts remember the schedule, which the Trainer keeps to itself."""
+    built = own(model, **options)
+    for part in built[1]:
+        part.__dict__[_SCHEDULE] = built[0]
+    return built
+
+
+def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Return the pipeline stage of each part of a model."""
+    number_of = {
+        id(stage.submod): stage.stage_index
+        for schedule in [_schedule_of(model_parts)]
+        for stage in pipelining.stages_of(schedule)
+        if all(hasattr(stage, method) for method in _SHAPE_METHODS)
+    }
+    if not all(id(part) in number_of for part in model_parts):
+        raise AttachError(
+            f"the stages of torch {torch.__version__} learn shapes in a way that eplb_runtime does not know, and would "
+            "count tokens that are none: use torch 2.13 or 2.14"
+        )
+    return tuple(number_of[id(part)] for part in model_parts)
+
+
+def _accompany(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
+    """What the schedule of these parts asks of the balancer that they are attached to."""
+    schedule = _schedule_of(model_parts)
+    pipelining.accompany(schedule, balancer)
+    for stage in pipelining.stages_of(schedule):
+        for method in _SHAPE_METHODS:
+            setattr(stage, method, _without_tokens(getattr(stage, method), stage.submod))
+    for part in model_parts:
+        del part.__dict__[_SCHEDULE]
+
+
+def _schedule_of(model_parts: Sequence[nn.Module]) -> pipelining.Schedule:
+    schedule: pipelining.Schedule | None = model_parts[0].__dict__.get(_SCHEDULE)
+    if schedule is None:
+        raise AttachError(
+            "the pipeline was made by another function than the one that balance() set: leave "
+            "config.model_spec.pipelining_fn as it sets it"
+        )
+    return schedule
+
+
+def _without_tokens(own: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    @wraps(own)
+    def without_tokens(*args: Any, **options: Any) -> Any:
+        with _only_shapes(model):
+            return own(*args, **options)
+
+    return without_tokens
+
+
+@contextmanager
+def _only_shapes(model: nn.Module) -> Iterator[None]:
+    """Inside, routed experts give back what they get, and torchtitan's counters of tokens end as they were."""
+    experts = [module for module in model.modules() if isinstance(module, BalancedRoutedExperts)]
+    counters = [module.tokens_per_expert_E for module in model.modules() if isinstance(module, MoE)]
+    before = [counter.clone() for counter in counters]
+    for routed in experts:
+        routed.only_shapes = True
+    try:
+        yield
+    finally:
+        for routed in experts:
+            routed.only_shapes = False
+        for counter, was in zip(counters, before, strict=True):
+            counter.copy_(was)

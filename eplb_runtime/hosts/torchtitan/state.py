@@ -1,4 +1,4 @@
-"""torchtitan's optimizers, whose state its checkpointer has in logical order (`attaching.logical_order`)."""
+"""torchtitan's optimizers, whose state its checkpointer has in logical order (`attaching.state_hooks`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 from torchtitan.config.override import derive
 
-from ..attaching.logical_order import LogicalOrder
+from ..attaching.state_hooks import LogicalOrder
 
 
 class BalancedOptimizers(OptimizersContainer):

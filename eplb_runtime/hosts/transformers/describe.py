@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
 from ..attaching.expert_spans import mark_calls
-from . import folders
+from . import weights as folders
 from .adapters import (
     AdaptedExperts,
     adapted_experts,

@@ -27,7 +27,7 @@ from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
 from ..attaching.expert_spans import call_begins, call_ends
-from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..attaching.state_hooks import LogicalOrder, keep_order, synchronize_state
 from ..module import StableSort
 from ..refusals import sums_of_gradients
 from .settings import refusals, replicas_of

@@ -1,4 +1,5 @@
-"""Hugging Face folders, open for reading into an attached model: each rank its own experts and no others.
+"""The library's checkpoint folders, as `checkpoint.weights.PretrainedFolders`; here those that are open for reading
+into an attached model: each rank its own experts and no others.
 
 Names are the library's business: checkpoints that name each expert (``mlp.experts.3.gate_proj.weight``) or that differ
 otherwise go through its own conversion mapping, with this rank's experts in the place of all.
@@ -28,6 +29,11 @@ from transformers.core_model_loading import (
 from ...checkpoint.restore import Saved
 from ...checkpoint.state import CheckpointError, LogicalView
 from ...checkpoint.weights import TensorSpec
+from .export import write
+from .naming import stored_names as names
+from .naming import write_config as describe
+
+__all__ = ["PretrainedFolder", "describe", "names", "opened", "write"]
 
 
 @dataclass
@@ -91,6 +97,9 @@ class PretrainedFolder(Saved):
                 transform.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]
         made = transform.convert(name, model=model, config=model.config)  # type: ignore[attr-defined]
         return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+opened = PretrainedFolder
 
 
 def _files(folder: Path) -> list[Path]:

@@ -24,8 +24,7 @@ from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...hosts import attach
 from ...hosts.attaching.trial import descendants
 from ...hosts.attaching.unregistered import spared
-from .records import Run, first_difference, routes_alike, to_rounding, untrained
-from .report import Report
+from .records import Report, Run, first_difference, routes_alike, to_rounding, untrained
 
 SEED = 20250710
 LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
