@@ -225,27 +225,6 @@ def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> R
     return Ranks(ep=ep, stages=tuple(stage.stage_index for stage in stages_of(schedule)))
 
 
-def mirrored_ranks(
-    position: int, positions: int, ep_group: dist.ProcessGroup | None = None, *, pipelines: int
-) -> Ranks:
-    """For DualPipe as DeepSeek has it, where each stage has two copies, on ranks at the same distance from either end:
-    both copies keep the same placement, and gradients of their experts are summed slot by slot. Attach both stages of a
-    rank, the lower number first: ``eplb_runtime.attach([low, high], optimizer, ranks=...)``.
-
-    Args:
-        position: of this rank in its pipeline, from 0.
-        positions: ranks of a pipeline; even.
-        ep_group: ranks of this position among which experts are spread; None: all that hold these stages, the mirrored
-            ones as well.
-        pipelines: that see different batches: by their number gradients are divided, while those of both copies add up.
-    """
-    if positions % 2 or not 0 <= position < positions:
-        raise ValueError(f"position {position} of {positions}: mirrored stages need an even number of ranks")
-    ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
-    mirror = positions - 1 - position
-    return Ranks(ep=ep, stages=(min(position, mirror), max(position, mirror)), gradient_divisor=pipelines)
-
-
 def stages_of(schedule: Schedule) -> list[PipelineStage]:
     """Those of this rank, by their numbers."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
