@@ -221,12 +221,11 @@ def _is_dcp(name: str) -> bool:
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would, a piece at a time. Collective, between steps.
 
-    A model that is larger than a shard is written by all ranks, each its own experts. On top of its model a rank needs
-    the memory of a bucket (64 MiB) or one tensor, and on the host that of its shards, where they are not its own live
-    memory. Files get their names when all are whole, the index last.
+    The first rank writes it. On top of its model a rank needs the memory of a bucket (64 MiB) or one tensor, the first
+    one on the host that of a shard. Files get their names when all are whole, the index last.
 
     Args:
-        folder: one that all ranks see.
+        folder: of the first rank.
         options: of the library's ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``variant``,
             ``save_original_format``; not what uploads or writes something else.
 
