@@ -245,10 +245,10 @@ def _finish(
         (folder / next(iter(files))).rename(alone)
         return
     file_of: dict[str, str] = {}
-    for number, (file, names) in enumerate(files.items(), start=1):
+    for number, (file, inside) in enumerate(files.items(), start=1):
         name = f"model{end}-{number:05d}-of-{len(files):05d}.safetensors"
         (folder / file).rename(folder / name)
-        file_of |= dict.fromkeys(names, name)
+        file_of |= dict.fromkeys(inside, name)
     parameters = {id(entry.tensor): view.whole_size(entry).numel() for entry in view.entries("model")}
     own = {id(parameter) for parameter in view.parameters.values()}
     metadata = {
