@@ -13,7 +13,6 @@ import math
 import os
 import signal
 import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -323,11 +322,9 @@ class TrialRun(LoopHooks):
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
-            for how in (signal.SIGTERM, signal.SIGKILL):  # what the job would end after its loop
-                for child in (children := descendants()):
-                    with suppress(OSError):  # it has ended by itself
-                        os.kill(child, how)
-                time.sleep(bool(children) and how == signal.SIGTERM)
+            for child in descendants():  # which the job would end after its loop
+                with suppress(OSError):  # it has ended by itself
+                    os.kill(child, signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

@@ -1,4 +1,4 @@
-"""Tensors and arrays that may be experts and that nobody has registered, and who holds them.
+"""Tensors that may be experts and that nobody has registered, and who holds them.
 
 A walk over the objects of the garbage collector, at the end of a run under ``eplb-runtime verify``. A running job never
 does it.
@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ Variables = Sequence[tuple[str, Any]]
 class Suspect(NamedTuple):
     """What may be experts, and a checksum of it; ``is_own``: it has the shape of all experts of this rank."""
 
-    value: Any
+    value: Tensor
     shape: tuple[int, ...]
     content: str
     is_own: bool
@@ -75,7 +74,7 @@ def suspects(models: Sequence[nn.Module], registry: ExpertTensors, known: set[in
             is_vector = len(shape) == 1 and shape[0] in numbers
             if memory in known or not (is_vector or shape in own or any(shape[-len(row) :] == row for row in rows)):
                 continue
-            if shape not in rows | own and getattr(value, "grad_fn", None) is not None:
+            if shape not in rows | own and value.grad_fn is not None:
                 continue
             known.add(memory)
             found.append(Suspect(value, shape, _content(value), shape in own))
@@ -84,7 +83,7 @@ def suspects(models: Sequence[nn.Module], registry: ExpertTensors, known: set[in
 
 def holder_of(suspect: Suspect, ours: list[Suspect]) -> str:
     """Return the variable, object or function that keeps it; empty: one of a framework. ``ours`` holds it, too."""
-    variables, level = list(_variables()), [suspect.value]
+    variables, level = list(_variables()), list[Any]([suspect.value])
     seen = {id(one) for one in (ours, *ours, *level, level, variables, *variables)}
     for _ in range(_DEPTH):
         names = [name for one in level if (name := _name_of(one, variables)) is not None]
@@ -117,48 +116,30 @@ def _shapes(models: Sequence[nn.Module], registry: ExpertTensors) -> tuple[set[t
     return rows, (numbers | {experts}) - {0}
 
 
-def _values() -> Iterator[Any]:
-    """Yield all tensors with memory, and arrays."""
+def _values() -> Iterator[Tensor]:
+    """Yield all tensors with memory."""
     gc.unfreeze()  # else what was frozen is not among them
-    objects = gc.get_objects()
-    for one in objects:
+    for one in gc.get_objects():
         if issubclass(type(one), Tensor):  # isinstance() wakes objects that pretend to be of another class
             with suppress(Exception):
                 if one.layout is torch.strided and not one.is_nested and has_memory(one):
                     yield one
-        elif not _of_a_framework(type(one)):  # type: ignore[arg-type]
-            yield from _arrays(gc.get_referents(one))
-    yield from _arrays([value for _, value in _variables()])
 
 
-def _arrays(values: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield arrays, also in containers that the collector does not follow, as a dict of arrays alone."""
-    for value in values:
-        if issubclass(type(value), np.ndarray) and value.dtype != object and not isinstance(value, np.memmap):
-            yield value
-        elif type(value) in (dict, tuple, list) and not gc.is_tracked(value):
-            yield from _arrays([*value.values()] if isinstance(value, dict) else list(value))
-
-
-def _content(value: Any) -> str:
+def _content(tensor: Tensor) -> str:
     """Return a checksum of all bits."""
-    checksum = xxhash.xxh3_128()
-    flat = value.reshape(-1) if isinstance(value, np.ndarray) else local(value).detach().reshape(-1)
-    flat = flat.int_repr() if isinstance(flat, Tensor) and flat.is_quantized else flat
+    checksum, flat = xxhash.xxh3_128(), local(tensor).detach().reshape(-1)
+    flat = flat.int_repr() if flat.is_quantized else flat
     for begin in range(0, len(flat), _PART):
-        part = flat[begin : begin + _PART]
-        if isinstance(part, Tensor):  # a copy: storage that numpy has seen could not be resized
-            part = as_bytes(part.clone().cpu()).numpy()
-        checksum.update(np.ascontiguousarray(part).view(np.uint8).data)
+        # A copy: storage that numpy has seen could not be resized.
+        checksum.update(as_bytes(flat[begin : begin + _PART].clone().cpu()).numpy().data)
     return checksum.hexdigest()
 
 
-def _memory_of(value: Any) -> int:
-    """Return the address of a tensor's storage or of an array; 0: it has none."""
-    if isinstance(value, np.ndarray):
-        return value.ctypes.data
+def _memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0: it has none."""
     try:
-        return local(value).untyped_storage().data_ptr()
+        return local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
 
@@ -186,7 +167,7 @@ def _name_of(value: Any, variables: Variables) -> str | None:
         return "" if f"{value.__name__}.".startswith(_FRAMEWORKS) else f"module {value.__name__}"
     if _of_a_framework(type(value)):
         return ""
-    is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor | np.ndarray)
+    is_container = isinstance(value, dict | list | tuple | set | CellType | Tensor)
     return None if is_container else f"an object of {type(value).__name__}"
 
 

@@ -115,13 +115,6 @@ def b_of_peft(stack: Tensor) -> Tensor:
     return stack.permute(1, 2, 0).reshape(stack.shape[1], -1)
 
 
-def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """The two factors, in the matrix's dtype, whose product has the shape of ``matrix``: ``[S, out, in]``, or
-    ``[S, in, out]`` of a transposed one."""
-    left, right = (a.transpose(1, 2), b.transpose(1, 2)) if transposed else (b, a)
-    return left.to(matrix.dtype), right.to(matrix.dtype)
-
-
 # -- finding them ------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from examples import load_example
@@ -139,7 +138,6 @@ def found(thing: Any) -> list[tuple[str, tuple[int, ...], bool]]:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: np.ones(SHAPE, np.int16),
         lambda: torch.ones(SHAPE, dtype=torch.int16),
         lambda: torch.ones(4, *SHAPE[1:]),
         lambda: torch.ones(SHAPE[1:], dtype=torch.bfloat16),
@@ -168,7 +166,7 @@ def test_a_module_is_named_but_for_those_of_frameworks() -> None:
 
 def test_what_is_another_is_told_by_its_bits() -> None:
     (one, same, other) = (_content(torch.full((91,), value)) for value in (1.0, 1.0, 0.0))
-    assert one == same != other and _content(np.ones(91, np.float32)) == one
+    assert one == same != other
 
 
 # -- A walk hands out copies of experts that are elsewhere, and notices what is written to them, however it is written
