@@ -32,6 +32,8 @@ if [ $# = 0 ]; then
         say "without chromium the tests of the page are skipped"
     command -v promtool >/dev/null || debian_package prometheus "for the tests of alert rules and dashboard" ||
         say "without Prometheus the tests of alert rules and dashboard are skipped"
+    command -v slurmctld >/dev/null || debian_package slurm-wlm "for the test of the launcher under Slurm itself" ||
+        say "without Slurm its test is skipped"
     say "ruff and mypy"
     .venv/bin/ruff check .
     .venv/bin/ruff format --check --quiet .

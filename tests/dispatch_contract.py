@@ -9,7 +9,7 @@ import torch
 
 from eplb_runtime.moe.dispatch.base import Dispatcher
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.moe.routing.splitter import RowCounts
+from eplb_runtime.moe.routing.slots import RowCounts
 
 SLOTS, WIDTH = 3, 8
 

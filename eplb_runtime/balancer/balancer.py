@@ -24,8 +24,7 @@ from ..events import EventLog
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ..moe.experts.gathering import in_logical_order
-from ..moe.experts.slices import has_memory
+from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
@@ -552,7 +551,7 @@ class Balancer:
                 "at once are in two: set replica_slots=0, or run one batch after the other"
             )
         runtime, channels = self.runtime, self.runtime.channels
-        if not channels.is_open:
+        if channels.second is None:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas

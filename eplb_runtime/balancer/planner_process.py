@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moe.routing.sources import SplitSettings, split_for_rank
 from ..moe.routing.tables import SplitTables
-from ..moe.routing.water_filling import split_totals
+from ..moe.routing.water_filling import SplitSettings, split_for_rank, split_totals
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.evaluate import has_no_copies
@@ -211,8 +210,8 @@ def compile_planner() -> None:
 def compile_split() -> None:
     """Split a toy batch, which compiles what batches with replicas run: five seconds of a core, once on a machine."""
     tables = SplitTables.of(Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]])))
-    tables.sum_by_rank(split_totals(np.ones((1, 2), dtype=np.int64), tables), slice(None))
-    split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, 0, SplitSettings(1))
+    tables.sum_by_rank(split_totals(np.ones((1, 2), dtype=np.int64), tables))
+    split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, SplitSettings(1))
 
 
 def main() -> None:

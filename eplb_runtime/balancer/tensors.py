@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..moe.experts.matching import MARK, arrays_in, matched
-from ..moe.experts.registry import RegistryError, why_not_written
+from ..moe.experts.registry import MARK, RegistryError, arrays_in, matched, why_not_written
 from ..moe.experts.slices import WeightMemory, is_sliced
 from ..placement import Placement
 from .runtime import Runtime

@@ -24,8 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..moe.experts.gathering import whole_row
-from ..moe.experts.slices import is_sliced
+from ..moe.experts.slices import is_sliced, whole_row
 from ..utils.checksums import as_bytes
 from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file

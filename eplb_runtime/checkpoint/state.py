@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
 from ..distributed.consensus import first_problem, gather_bytes
-from ..moe.experts.matching import MARK
 from ..moe.experts.optimizer_state import is_per_expert
+from ..moe.experts.registry import MARK
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
 
 Result = TypeVar("Result")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..balancer.exports import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
-from ..moe.experts.gathering import whole_row
+from ..moe.experts.slices import whole_row
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
 from .weights import TensorSpec, Weight, value_of

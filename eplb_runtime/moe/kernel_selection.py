@@ -7,7 +7,7 @@ reported in one line of the log, and torch is used from then on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +16,27 @@ from torch import Tensor
 
 from ..utils.errors import one_line
 from .dispatch import permute
-from .dispatch.permute import Leaving, Moves
-from .routing.splitter import Counted, count_choices, deal_out
+from .routing import slots
 
 logger = logging.getLogger("eplb_runtime")
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Functions that a kernel or plain torch computes: `count_choices`, `deal_out`, the order of rows and sums of
-    choices, and `count_and_map` (None: the counter, then the table)."""
+    """Functions that a kernel or plain torch computes. ``count_and_map``: None: the counter, then the table."""
 
-    count: Callable[[Tensor, int], Counted] = count_choices
-    deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out
-    moves: Moves = permute.PLAIN
+    count: Callable[[Tensor, int], slots.Counted] = slots.count_choices
+    deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = slots.deal_out
+    leaving: Callable[..., permute.Leaving] = permute.leaving
+    arriving: Callable[..., permute.Arriving] = permute.arriving
+    sum_choices: Callable[..., Tensor] = permute.sum_choices
+    sum_here: Callable[..., Tensor] = permute.sum_here
     count_and_map: Callable[..., Tensor] | None = None
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for a device; plain torch where there is no GPU or no Triton."""
+    """Return the kernels for a device, each compared with plain torch in its first batch; plain torch where there is no
+    GPU or no Triton."""
     if device.type != "cuda":
         return Kernels()
     from ..utils.triton import triton
@@ -42,25 +44,27 @@ def kernels_for(device: torch.device) -> Kernels:
     if triton is None:
         logger.warning("Triton is not installed, so plain torch counts and sums: pip install triton")
         return Kernels()
-    return compared_kernels()
-
-
-def compared_kernels() -> Kernels:
-    """Return all kernels, each compared with plain torch in its first batch."""
-    from .dispatch import kernels as moves
-    from .routing import kernels as routing
+    from . import kernels
 
     return Kernels(
-        CheckedKernel("counting choices", routing.count_by_blocks, count_choices),
-        CheckedKernel("dealing choices out to replicas", routing.deal_by_kernels, deal_out),
-        Moves(
-            CheckedKernel("the order of choices by slot", moves.leaving, permute.leaving, _of_leaving),
-            CheckedKernel("the order of rows that arrive", moves.arriving, permute.arriving),
-            CheckedKernel("sums of a token's choices", moves.sum_choices, permute.sum_choices),
-            CheckedKernel("sums of the choices that are here", moves.sum_here, permute.sum_here),
-        ),
-        CheckedKernel("counting and looking up", routing.count_and_map, routing.torch_count_and_map),
+        CheckedKernel("counting choices", kernels.count_by_blocks, slots.count_choices),
+        CheckedKernel("dealing choices out to replicas", kernels.deal_by_kernels, slots.deal_out),
+        CheckedKernel("the order of choices by slot", kernels.leaving, permute.leaving, _of_leaving),
+        CheckedKernel("the order of rows that arrive", kernels.arriving, permute.arriving),
+        CheckedKernel("sums of a token's choices", kernels.sum_choices, permute.sum_choices),
+        CheckedKernel("sums of the choices that are here", kernels.sum_here, permute.sum_here),
+        CheckedKernel("counting and looking up", kernels.count_and_map, count_and_map),
     )
+
+
+def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
+    """What `LoadCounter.count` and `SlotTable.slots` do, in the place of a kernel."""
+    ids_N = ids_TK.reshape(-1).to(torch.int64)
+    counted_TK = torch.ones_like(ids_TK, dtype=torch.int64)
+    if real_T is not None:
+        counted_TK = counted_TK * real_T[:, None]
+    counts_E.scatter_add_(0, ids_N, counted_TK.reshape(-1))
+    return table_E.index_select(0, ids_N).view(ids_TK.shape)
 
 
 class CheckedKernel:
@@ -82,12 +86,8 @@ class CheckedKernel:
             return self._chosen(*args, **options)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._kernel(*args, **options)  # comparing would wait for the device
-        return self._compare(args, options)
-
-    def _compare(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
         expected = self._plain(*copies, **options)
-        has_rows = _has_rows(expected)
         try:
             found = self._kernel(*args, **options)
             ours, plain = (self._written(result, args) for result in (found, expected))
@@ -100,7 +100,7 @@ class CheckedKernel:
                 if isinstance(given, Tensor):
                     given.copy_(copy)
             return expected
-        self._chosen = self._kernel if has_rows else None
+        self._chosen = self._kernel if _has_rows(expected) else None
         return found
 
 
@@ -115,7 +115,7 @@ def _has_rows(result: Any) -> bool:
     return bool(result.numel()) if isinstance(result, Tensor) else all(_has_rows(one) for one in result or ())
 
 
-def _of_leaving(result: Leaving, args: Sequence[Any]) -> Leaving:
+def _of_leaving(result: permute.Leaving, args: Sequence[Any]) -> permute.Leaving:
     """What leaves, without room for what each rank sends here, nor for more tokens than are sent."""
     counts_RW, sent = result.counts_2RW[0], result.token_N.shape[0]
     if result.source_row_N1 is not None:

@@ -21,8 +21,7 @@ from .dispatch.base import Dispatcher
 from .dispatch.channels import MicroBatchChannels
 from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
-from .routing.lookup import SlotTable
-from .routing.splitter import BatchSplitter, Counted, RowCounts
+from .routing.slots import BatchSplitter, Counted, RowCounts, SlotTable
 
 
 def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[Any]:

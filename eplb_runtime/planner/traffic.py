@@ -1,8 +1,8 @@
 """How far tokens travel under a placement: to a copy on their own rank, on their own node, or on another.
 
-A batch's tokens go to copies on their own rank first, then on their node, then to the rest
-(``moe/routing/sources.py``); so what leaves a node of an expert's tokens is what the copies there do not take. Sources
-are counted by node, the ranks of a node send alike.
+A batch's tokens go to copies on their own rank first, then on their node, then to the rest (`split_for_rank`); so what
+leaves a node of an expert's tokens is what the copies there do not take. Sources are counted by node, the ranks of a
+node send alike.
 
 Shape suffixes in addition to those of ``routing``: N nodes.
 """

@@ -23,8 +23,7 @@ from torch.autograd import Variable
 
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.slices import local, version
-from ..moe.routing.lookup import SlotTable
-from ..moe.routing.splitter import BatchSplitter
+from ..moe.routing.slots import BatchSplitter, SlotTable
 from ..placement import EMPTY, Placement
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row

@@ -20,9 +20,8 @@ import eplb_runtime as eplb
 from eplb_runtime.checkpoint import ExportError
 from eplb_runtime.distributed.consensus import first_problem
 from eplb_runtime.migration.overlapped import sampled
-from eplb_runtime.moe.experts.gathering import rearranged
-from eplb_runtime.moe.experts.matching import MARK
-from eplb_runtime.moe.experts.slices import is_sliced
+from eplb_runtime.moe.experts.registry import MARK
+from eplb_runtime.moe.experts.slices import is_sliced, rearranged
 
 Key = TypeVar("Key")
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig
-from eplb_runtime.moe.dispatch import OVER_TORCH, choose_together, make_dispatcher
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
-from eplb_runtime.moe.dispatch.permute import PLAIN
+from eplb_runtime.moe.dispatch.choosing import OVER_TORCH, choose_together, make_dispatcher
 from eplb_runtime.moe.kernel_selection import kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
@@ -87,7 +86,6 @@ def _ways(
     left_out = []
     plain = DispatchContext.of(group, slots)
     ours = device.type == "cuda"
-    by_kernels = kernels_for(device).moves if ours else PLAIN
     if not ours:
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
     for name in ("all_to_all", "hierarchical", "deepep"):
@@ -105,7 +103,7 @@ def _ways(
                 continue
             try:
                 config = BalancerConfig(dispatch=DispatchConfig(name, combine_order=order, **more))
-                context = replace(plain, moves=by_kernels) if config.dispatch.kernels else plain
+                context = replace(plain, kernels=kernels_for(device)) if config.dispatch.kernels else plain
                 made[title, order] = make_dispatcher(config, choice, topology, context)
             except ConfigError as error:
                 left_out.append({"dispatch": title, "why": str(error)})

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_runtime.moe.dispatch import kernels, permute
+from eplb_runtime.moe import kernel_selection, kernels
+from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
-from eplb_runtime.moe.routing import kernels as routing
-from eplb_runtime.moe.routing.splitter import count_choices, deal_out
+from eplb_runtime.moe.routing.slots import count_choices, deal_out
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.planner import plan
 from eplb_runtime.tools.bench.timing import timed
@@ -95,8 +95,8 @@ def _kernels(device: torch.device, tokens: int, top_k: int, experts: int, ranks:
     counts_E = torch.zeros_like(table_E)
     yield _Kernel(
         "count load and look up slots",
-        partial(routing.count_and_map, ids_TK, table_E, counts_E),
-        partial(routing.torch_count_and_map, ids_TK, table_E, counts_E),
+        partial(kernels.count_and_map, ids_TK, table_E, counts_E),
+        partial(kernel_selection.count_and_map, ids_TK, table_E, counts_E),
         copy_ids,
     )
     yield from _of_copies(ids_TK, experts, ranks, copy_ids)
@@ -111,18 +111,18 @@ def _of_copies(ids_TK: torch.Tensor, experts: int, ranks: int, copy_ids: Callabl
     topology = Topology(ranks, 8 if ranks % 8 == 0 else ranks)
     tables = SplitTables.of(plan(load, topology, slots_per_rank=experts // ranks + 1).placement)
     copy_slot_EC = torch.from_numpy(tables.copy_slot_LEC[0].astype(np.int64)).to(device)
-    known_E, blocks = routing.count_by_blocks(ids_TK, experts)
+    known_E, blocks = kernels.count_by_blocks(ids_TK, experts)
     sent_EC = torch.zeros_like(copy_slot_EC)
     sent_EC[:, 0] = known_E
     yield _Kernel(
         "count for a split",
-        partial(routing.count_by_blocks, ids_TK, experts),
+        partial(kernels.count_by_blocks, ids_TK, experts),
         partial(count_choices, ids_TK, experts),
         copy_ids,
     )
     yield _Kernel(
         "deal choices out to copies",
-        partial(routing.deal_by_kernels, ids_TK, sent_EC, copy_slot_EC, blocks),
+        partial(kernels.deal_by_kernels, ids_TK, sent_EC, copy_slot_EC, blocks),
         partial(deal_out, ids_TK, sent_EC, copy_slot_EC, None),
         copy_ids,
     )

@@ -25,7 +25,7 @@ from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
-from eplb_runtime.moe.routing.splitter import RowCounts
+from eplb_runtime.moe.routing.slots import RowCounts
 
 ORDERS: tuple[Literal["logical", "by_rank"], ...] = "logical", "by_rank"
 GROUP_LIMITED = Batch((6, 3, 0, 5), slots=tuple(range(12)), top_k=8)

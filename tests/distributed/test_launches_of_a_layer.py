@@ -54,9 +54,8 @@ def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  
     """All kernels, in Triton's interpreter, whose own operations do not count."""
     from triton.runtime import interpreter
 
-    from eplb_runtime.moe.dispatch import kernels as moves
+    from eplb_runtime.moe import kernels
     from eplb_runtime.moe.kernel_selection import Kernels
-    from eplb_runtime.moe.routing import kernels as routing
 
     launch = interpreter.GridExecutor.__call__
 
@@ -66,8 +65,8 @@ def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  
             launch(executor, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = counted
-    dealing = routing.count_by_blocks, routing.deal_by_kernels
-    return Kernels(*dealing, moves.MOVES, routing.count_and_map)
+    moved = kernels.leaving, kernels.arriving, kernels.sum_choices, kernels.sum_here
+    return Kernels(kernels.count_by_blocks, kernels.deal_by_kernels, *moved, kernels.count_and_map)
 
 
 def _counted(rank: int, with_kernels: bool) -> tuple[Counter[str], Counter[str], Counter[str], int]:

@@ -22,7 +22,7 @@ from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, Phas
 from eplb_runtime.migration.progress import MigrationProgress
 from eplb_runtime.migration.schedule import make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensors
-from eplb_runtime.moe.routing.lookup import SlotTable
+from eplb_runtime.moe.routing.slots import SlotTable
 from eplb_runtime.placement import Placement
 
 LAYERS, EXPERTS, RANKS = 3, 12, 4

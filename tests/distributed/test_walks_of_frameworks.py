@@ -26,7 +26,7 @@ from support.seen import differing
 from torch import Tensor
 
 import eplb_runtime as eplb
-from eplb_runtime.moe.experts.matching import MARK
+from eplb_runtime.moe.experts.registry import MARK
 
 pytestmark = needs_megatron
 EXPERTS, RANKS = 8, 2

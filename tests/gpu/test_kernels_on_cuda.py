@@ -10,12 +10,10 @@ from device import DEVICE, no_host_sync
 from water_filling_torch import assign_slots
 
 from eplb_runtime.load.counter import HostCopy, LoadCounter
-from eplb_runtime.moe.dispatch import kernels as moves
+from eplb_runtime.moe import kernel_selection, kernels
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
-from eplb_runtime.moe.kernel_selection import kernels_for
-from eplb_runtime.moe.routing import kernels
-from eplb_runtime.moe.routing.splitter import BatchSplitter, SplitSettings
+from eplb_runtime.moe.routing.slots import BatchSplitter, SplitSettings
 from eplb_runtime.placement import Placement
 
 pytest.importorskip("triton", reason="no triton: pip install triton")
@@ -52,7 +50,7 @@ def test_a_graph_counts_and_looks_up_what_is_put_into_its_memory(dtype: torch.dt
         on_device[0].copy_(table)
         with no_host_sync():
             graph.replay()
-        slots_now = kernels.torch_count_and_map(choices(seed, dtype), table, expected, real)
+        slots_now = kernel_selection.count_and_map(choices(seed, dtype), table, expected, real)
         assert torch.equal(counts.cpu(), expected) and torch.equal(slots.cpu(), slots_now)
 
 
@@ -71,9 +69,9 @@ def test_choices_are_dealt_out_in_their_order() -> None:
 def test_what_leaves_and_what_arrives(me: int, dedup: bool) -> None:
     slots_TK = choices(me, of=RANKS * SLOTS)
     on_device = slots_TK.to(DEVICE)
-    moves.leaving(on_device, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
+    kernels.leaving(on_device, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
     with no_host_sync():
-        found = moves.leaving(on_device, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
+        found = kernels.leaving(on_device, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
     expected = permute.leaving(slots_TK, me, RANKS, SLOTS, dedup=dedup, tag=2**41 + 7)
     sent = int(expected.counts_2RW[0, :, SLOTS].sum()) if dedup else slots_TK.numel()
     assert torch.equal(found.counts_2RW[0].cpu(), expected.counts_2RW[0])
@@ -84,7 +82,7 @@ def test_what_leaves_and_what_arrives(me: int, dedup: bool) -> None:
     rows = int(counts_RW[:, :SLOTS].sum())
     source_row_M1 = torch.randint(1000, (rows, 1)) if dedup else None
     of_device = None if source_row_M1 is None else source_row_M1.to(DEVICE)
-    arrived = moves.arriving(counts_RW, me, SLOTS, DEVICE, of_device, found.counts_2RW[0])
+    arrived = kernels.arriving(counts_RW, me, SLOTS, DEVICE, of_device, found.counts_2RW[0])
     for one, other in zip(arrived, permute.arriving(counts_RW, me, SLOTS, CPU, source_row_M1), strict=True):
         assert torch.equal(one.cpu(), other)
 
@@ -95,20 +93,20 @@ def test_sums_of_a_tokens_choices_have_the_bits_of_torch(dtype: torch.dtype, wei
     rows = torch.randn(TOKENS * TOP_K, 1100, device=DEVICE).to(dtype)
     place = torch.randperm(TOKENS * TOP_K, device=DEVICE).view(TOKENS, TOP_K)
     weights = None if weight_dtype is None else torch.rand(TOKENS, TOP_K, device=DEVICE).to(weight_dtype)
-    found = moves.sum_choices(rows, place, RowMemory(), weights)
+    found = kernels.sum_choices(rows, place, RowMemory(), weights)
     expected = permute.sum_choices(rows, place, RowMemory(), weights)
     assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def test_the_first_batch_of_each_kernel_is_that_of_torch_here(caplog: pytest.LogCaptureFixture) -> None:
-    chosen = kernels_for(DEVICE)
+    chosen = kernel_selection.kernels_for(DEVICE)
     ids = choices(0).to(DEVICE)
     counts = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
     assert chosen.count_and_map is not None
     for _ in range(2):
         chosen.count(ids, EXPERTS)
         chosen.count_and_map(ids, torch.arange(EXPERTS, device=DEVICE), counts, None)
-        chosen.moves.leaving(ids, 0, 32, 8, dedup=True, tag=1)
+        chosen.leaving(ids, 0, 32, 8, dedup=True, tag=1)
     assert not caplog.records and counts.sum() == 2 * ids.numel()
 
 

@@ -18,7 +18,7 @@ from eplb_runtime.events import BalancingResumed
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.experts.compute import weigh_gradients
-from eplb_runtime.moe.routing.splitter import RowCounts
+from eplb_runtime.moe.routing.slots import RowCounts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 EXPERTS = 8

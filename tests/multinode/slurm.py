@@ -109,7 +109,7 @@ class Slurm:
             env={**self.environment, **settings},
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=280,
         )
         said = output.read_text(errors="replace") if output.exists() else ""
         assert done.returncode == 0, f"{done.stdout}{done.stderr}{said}{self._logs()}"

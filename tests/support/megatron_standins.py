@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from examples import FOLDER, load_example
+from flex_dispatch_double import use as flex  # noqa: F401
+from fused_adam_double import install as fused_adam  # noqa: F401
 from torch import Tensor, nn
 
 
@@ -112,12 +114,6 @@ def streams() -> None:
         RowParallelLinear.backward_dw = lambda _: None  # as ColumnParallelLinear's
 
 
-def flex() -> None:
-    import flex_dispatch_double
-
-    flex_dispatch_double.use()
-
-
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,12 +199,6 @@ def caching_experts() -> None:
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-def fused_adam() -> None:
-    import fused_adam_double
-
-    fused_adam_double.install()
 
 
 def device() -> None:

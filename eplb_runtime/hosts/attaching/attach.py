@@ -41,17 +41,15 @@ from ...distributed.transports.base import Transport
 from ...load.clock import ExpertClock
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
-from ...moe.dispatch import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.experts.aligned import Aligned
-from ...moe.experts.compute import LocalExperts
+from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
-from ...moe.routing.lookup import SlotTable
-from ...moe.routing.splitter import BatchSplitter, SplitSettings
+from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
 from ...observe.recording import Recorder
 from ...observe.start import Shown
 from ...placement import Placement
@@ -290,7 +288,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
     if job.is_planner and config.dispatch.name != "all_to_all":
         logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
-    dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels.moves, clock)
+    dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher, forward_tag, channels, kernels.count_and_map)
     experts = {id(parameter) for parameter in shards.registry.parameters()}

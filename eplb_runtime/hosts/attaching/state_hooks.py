@@ -20,9 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...distributed.consensus import barrier
-from ...moe.experts.gathering import rearranged
-from ...moe.experts.matching import MARK
-from ...moe.experts.slices import local
+from ...moe.experts.registry import MARK
+from ...moe.experts.slices import local, rearranged
 from .description import MoELayer
 
 logger = logging.getLogger("eplb_runtime")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.state import CheckpointError
 from ...checkpoint.weights import TensorSpec, Weight
-from ...moe.experts.matching import MARK
+from ...moe.experts.registry import MARK
 from ..attaching.description import MoELayer
 from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..experts.compute import SlotCounts
-from ..routing.splitter import RowCounts
+from ..routing.water_filling import RowCounts
 from . import permute
 from .base import DispatchContext, Dispatcher, DispatchMetadata
 
@@ -139,7 +139,7 @@ class AllToAll(Dispatcher):
             token_splits = AllToAllSplits.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, rank)
             assert leaving.source_row_N1 is not None
             source_row_M1 = self._to_ranks(leaving.source_row_N1, replace(choice_splits, index_U=None))()
-        arriving = self._moves.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
+        arriving = self._kernels.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
         return self._metadata(leaving, arriving, choice_splits, token_splits, both_2RW[1])
 
     def dispatch_rows(
@@ -176,7 +176,7 @@ class AllToAll(Dispatcher):
     ) -> Callable[[], Tensor]:
         """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``."""
         rows = self._choices_to_tokens(rows_MD, metadata)
-        return lambda: self._moves.sum_choices(rows(), metadata.place_TK, self._memory, weights)
+        return lambda: self._kernels.sum_choices(rows(), metadata.place_TK, self._memory, weights)
 
     def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns ``[M, D]``, by slot."""
@@ -232,7 +232,7 @@ class AllToAll(Dispatcher):
     def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
         """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
         tag = self._forward_tag.value if with_counts and self._forward_tag is not None else None
-        return self._moves.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
+        return self._kernels.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
 
     def _metadata(
         self,

@@ -24,20 +24,21 @@ from ...distributed.step_tag import ForwardTag
 from ...load.clock import ExpertClock
 from ...utils.spans import phase
 from ..experts.compute import SlotCounts
-from ..routing.splitter import RowCounts
+from ..kernel_selection import Kernels
+from ..routing.water_filling import RowCounts
 from .channels import MicroBatchChannel, MicroBatchChannels
-from .permute import PLAIN, Moves, RowMemory
+from .permute import RowMemory
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchContext:
     """What dispatchers of an EP group are made from: channels of its own, S, the tag that checks forwards (None: no
-    check), how rows are permuted and summed, and the clock of backward passes."""
+    check), what permutes and sums rows, and the clock of backward passes."""
 
     channels: MicroBatchChannels
     slots_per_rank: int
     forward_tag: ForwardTag | None = None
-    moves: Moves = PLAIN
+    kernels: Kernels = field(default_factory=Kernels)
     expert_clock: ExpertClock = field(default_factory=ExpertClock)
 
     @classmethod
@@ -98,7 +99,7 @@ class Dispatcher(ABC):
     def __init__(self, context: DispatchContext) -> None:
         self._channels = context.channels
         self._forward_tag = context.forward_tag
-        self._moves = context.moves
+        self._kernels = context.kernels
         self.expert_clock = context.expert_clock
         self._rank, self._num_ranks = context.group.rank(), context.group.size()
         self._slots_per_rank = context.slots_per_rank

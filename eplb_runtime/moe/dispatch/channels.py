@@ -1,8 +1,7 @@
 """Two micro-batches of a rank at once: a forward and a backward pass of DualPipeV, or two batches of a loop.
 
-Collectives of one group must come in the same order on all its ranks, and two threads have no order between them. So
-backward passes, and the second thing that `MicroBatchChannels.both` runs, exchange in groups of their own once these
-are open. Only one of them runs at a time, so each channel's exchanges are in order on every rank.
+Collectives of one group must come in one order on all its ranks, and two threads have none between them. So backward
+passes, and the second thing that `MicroBatchChannels.both` runs, exchange in groups of their own once these are open.
 
 All ranks launch the exchanges of both in one order, and on a device each of two things has a stream of its own. A
 kernel that waits for its peers keeps what it has on the GPU until they come: if one rank launches A before B and
@@ -15,8 +14,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -44,8 +44,8 @@ class BackwardInsideError(RuntimeError):
 
 
 class CollectiveOrder:
-    """Interleaves two sequences of launches: the first of each, then the second of each, until one has ended. The order
-    depends on the lengths of the sequences, not on their speed. One waits ``seconds`` for the other at most."""
+    """Interleaves two sequences of launches: the first of each, then the second of each, until one has ended; by their
+    lengths, not their speed. One waits ``seconds`` for the other at most."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -88,19 +88,21 @@ class TwoStreams:
         self._device = device
         self._module: Any = module if module is not None else torch.get_device_module(device)
         self._made: tuple[Any, Any] | None = None
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[Any, Any]] = {}
 
     def begin(self) -> tuple[Any, Any]:
         """Return the two streams, which wait for what the current one has to do."""
         if self._made is None:
             self._made = self._module.Stream(self._device), self._module.Stream(self._device)
         for stream in self._made:
-            stream.wait_stream(self._current())
+            stream.wait_stream(self.current())
         return self._made
 
     def join(self) -> None:
         """Let the current stream wait for both."""
         for stream in self._made or ():
-            self._current().wait_stream(stream)
+            self.current().wait_stream(stream)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -109,41 +111,33 @@ class TwoStreams:
         with self._module.stream(stream):
             yield
 
-    def in_order_with_this_one(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context that goes after what this stream has to do now, and that it goes after."""
-        writer = self._current()
+    @contextlib.contextmanager
+    def between(self, other: Any) -> Iterator[None]:
+        """What is inside goes after all that another stream has to do now, and that goes on after it."""
+        here = self.current()
+        if here != other:
+            here.wait_stream(other)
+        try:
+            yield
+        finally:
+            if here != other:
+                other.wait_stream(here)
 
-        @contextlib.contextmanager
-        def in_order() -> Iterator[None]:
-            here = self._current()
-            if here != writer:
-                here.wait_stream(writer)
+    @contextlib.contextmanager
+    def in_turn(self, what: str) -> Iterator[None]:
+        """Inside, streams use the same memory: each use waits for the one before, on the device."""
+        with self._lock:
+            stream = self.current()
+            before, written = self._last.get(what, (stream, None))
+            if before != stream:
+                stream.wait_event(written)
             try:
                 yield
             finally:
-                if here != writer:
-                    writer.wait_stream(here)
+                self._last[what] = stream, stream.record_event()
 
-        return in_order
-
-    def one_after_another(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context in which streams use the same memory: each use waits for the one before, on the device."""
-        lock, last = threading.Lock(), list[Any]()
-
-        @contextlib.contextmanager
-        def in_turn() -> Iterator[None]:
-            with lock:
-                stream = self._current()
-                if last and last[0] != stream:
-                    stream.wait_event(last[1])
-                try:
-                    yield
-                finally:
-                    last[:] = stream, stream.record_event()
-
-        return in_turn
-
-    def _current(self) -> Any:
+    def current(self) -> Any:
+        """Return this thread's stream."""
         return self._module.current_stream(self._device)
 
 
@@ -157,7 +151,7 @@ class MicroBatchChannels:
         seconds: how long one of two things waits for the other's launches at most.
 
     Attributes:
-        busy: while two things run at once.
+        second: what `open` has added; None: nothing yet.
     """
 
     def __init__(
@@ -169,47 +163,50 @@ class MicroBatchChannels:
     ) -> None:
         self.first = first
         self.streams = streams or (None if device is None or device.type == "cpu" else TwoStreams(device))
-        self.busy = False
-        self._ahead: Callable[[], None] = lambda: None
-        self._second: MicroBatchChannel | None = None
-        self._worker = Worker("eplb_runtime second channel")
-        self._second_thread: int | None = None
-        self._forwards_only = False
         self._device_type = "cpu" if device is None else device.type
         self._seconds = seconds
+        self._ahead: Callable[[], None] = lambda: None
+        self.second: MicroBatchChannel | None = None
+        self._worker = Worker("eplb_runtime second channel")
+        self._second_thread: int | None = None
         self._order: CollectiveOrder | None = None
-        self._shared: dict[str, Callable[[], AbstractContextManager[None]]] = {}
-        self._adding: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._forwards_only = False
+        self._gradients: Any = None
 
     @property
-    def is_open(self) -> bool:
-        """Return whether there is a second way."""
-        return self._second is not None
+    def busy(self) -> bool:
+        """Return whether two things run at once."""
+        return self._order is not None
 
     def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
         """Add the second way. On every rank of the group, between forwards and backward passes. ``ahead`` is called
         before two things begin, on the thread that has them run."""
-        self._second, self._ahead = second, ahead
+        self.second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
         """Return this thread's channel. A device's backward passes run on threads of torch's, and go the second way."""
-        if self._second is None:
+        if self.second is None:
             return self.first
-        return self._second if in_backward() or threading.get_ident() == self._second_thread else self.first
+        return self.second if in_backward() or threading.get_ident() == self._second_thread else self.first
 
     def launching(self) -> AbstractContextManager[None]:
         """Inside, an exchange is launched, when it is this one's turn on every rank. Not within another."""
         order = self._order
-        return contextlib.nullcontext() if order is None else order.launching(int(self.current() is not self.first))
+        return nullcontext() if order is None else order.launching(int(self.current() is not self.first))
 
     def add_gradients_here(self) -> None:
         """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
-        if self.streams is not None:
-            self._adding = self.streams.in_order_with_this_one()
+        self._gradients = None if self.streams is None else self.streams.current()
 
     def adding(self) -> AbstractContextManager[None]:
         """Inside, gradients are written that another stream may add to."""
-        return self._adding()
+        if self.streams is None or self._gradients is None:
+            return nullcontext()
+        return self.streams.between(self._gradients)
+
+    def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
+        """Inside, memory is used that both of two things at once write."""
+        return self.streams.in_turn(what) if self.streams is not None and self.busy else nullcontext()
 
     def before_backward(self) -> None:
         """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
@@ -219,11 +216,6 @@ class MicroBatchChannels:
                 "take one for the other; return the losses, and call backward() on one after the other when at_once "
                 "has ended"
             )
-
-    def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
-        """Inside, memory is used that both of two things at once write."""
-        shared = self._shared.get(what)
-        return contextlib.nullcontext() if shared is None else shared()
 
     def both(
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
@@ -238,25 +230,27 @@ class MicroBatchChannels:
                 which that was.
             forwards_only: neither may have a backward pass; one that has raises (`before_backward`).
         """
-        assert self._second is not None
+        assert self.second is not None
         if self.busy:
             raise RuntimeError("two batches run at once already, and a third has no channel")
-        self.busy, self._forwards_only = True, forwards_only
+        self._ahead()
+        order = self._order = CollectiveOrder(self._seconds)
+        self._forwards_only, modes = forwards_only, self._modes_of_this_thread()
 
         def run(number: int, work: Callable[[], Any]) -> Any:
             with contextlib.ExitStack() as around:
                 around.callback(order.end, number)
+                if number:
+                    self._second_thread = threading.get_ident()
+                    for mode in modes:
+                        around.enter_context(mode())
                 if pair is not None and self.streams is not None:
                     around.enter_context(self.streams.on(pair[number ^ swapped]))
                 return work()
 
         try:
-            self._ahead()
-            order = self._order = CollectiveOrder(self._seconds)
-            if self.streams is not None:
-                self._shared = {what: self.streams.one_after_another() for what in ("counts", "low latency")}
             pair = None if self.streams is None else self.streams.begin()
-            running = self._worker.submit(self._in_the_modes_of_this_thread(lambda: run(1, second)))
+            running = self._worker.submit(lambda: run(1, second))
             # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
             try:
                 first = run(0, current)
@@ -267,8 +261,7 @@ class MicroBatchChannels:
         finally:
             if self.streams is not None:
                 self.streams.join()
-            self._order, self._shared = None, {}
-            self.busy = self._forwards_only = False
+            self._order, self._forwards_only = None, False
 
     def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
         """Run one thing on its stream, so that its backward pass can be one of two things at once."""
@@ -281,20 +274,12 @@ class MicroBatchChannels:
         finally:
             self.streams.join()
 
-    def _in_the_modes_of_this_thread(self, work: Callable[[], U]) -> Callable[[], U]:
-        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        autocasts = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in sorted({"cpu", self._device_type})
+    def _modes_of_this_thread(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+        modes: list[Callable[[], AbstractContextManager[Any]]] = [
+            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         ]
-
-        def inside() -> U:
-            self._second_thread = threading.get_ident()
-            with contextlib.ExitStack() as modes:
-                modes.enter_context(torch.inference_mode(inference))
-                modes.enter_context(torch.set_grad_enabled(gradients))
-                for kind, dtype, enabled in autocasts:
-                    modes.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-                return work()
-
-        return inside
+        for kind in sorted({"cpu", self._device_type}):
+            dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            modes.append(partial(torch.autocast, kind, dtype=dtype, enabled=enabled))
+        return modes

@@ -22,7 +22,7 @@ from ...config import ConfigError, DispatchConfig
 from ...distributed.transports import deepep_package
 from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
-from ..routing.splitter import RowCounts
+from ..routing.water_filling import RowCounts
 from . import permute, wire_format
 from .base import DispatchContext, Dispatched, Dispatcher, DispatchMetadata
 from .channels import MicroBatchChannel
@@ -323,7 +323,7 @@ class DeepEPDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         """Sum rows by slot for each received row, and send them to where their choices were made, with a value of each
         choice; returns ``[N, D]`` and ``[N, W]``."""
-        sums_UD = self._moves.sum_here(rows_MD, layout.place_UW, weights_M, wire_format.WIRE_DTYPE)
+        sums_UD = self._kernels.sum_here(rows_MD, layout.place_UW, weights_M, wire_format.WIRE_DTYPE)
         exact_UW, choices = None, layout.place_UW.shape[1]
         if exact_M is not None:  # each choice is on one rank, and zero from all others
             exact_UW = exact_M.new_zeros(layout.place_UW.shape)
@@ -339,7 +339,7 @@ class DeepEPDispatcher(Dispatcher):
     def _sum(self, rows_ND: Tensor, weights_TK: Tensor | None, layout: RecvLayout) -> Tensor:
         """Each token's choices, which come back to where they were sent from, summed in the router's order."""
         place_TK = torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, layout.top_k)
-        return self._moves.sum_choices(rows_ND, place_TK, self._memory, weights_TK)
+        return self._kernels.sum_choices(rows_ND, place_TK, self._memory, weights_TK)
 
     # -- counts --------------------------------------------------------------------------------------------------------
 

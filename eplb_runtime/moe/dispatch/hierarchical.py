@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..routing.splitter import RowCounts
+from ..routing.water_filling import RowCounts
 from . import permute
 from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, Bags, RowRouting
 from .base import DispatchContext
@@ -69,7 +69,7 @@ class Hierarchical(AllToAll):
         counts_RS = both_2RW[1, :, :slots]
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
         splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, self._rank)
-        arriving = self._moves.arriving(counts_RS, self._rank, slots, slots_TK.device)
+        arriving = self._kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
         by_choice = self._metadata(leaving, arriving, splits, splits, counts_RS)
         tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.

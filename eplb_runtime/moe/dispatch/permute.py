@@ -4,14 +4,11 @@ in, and the sums that bring a token's choices together again. No communication h
 Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 
-Each is a function of its arguments alone; sums run over a token's choices in the router's order. What kernels replace
-(`kernels.py`) is in `Moves`.
+Each is a function of its arguments alone; sums run over a token's choices in the router's order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 from typing import NamedTuple
@@ -303,16 +300,3 @@ def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Ten
         return rows_UD.new_zeros(begin_B.shape[0], rows_UD.shape[1])
     total_BD = functional.embedding_bag(element_U, rows_UD.to(dtype), begin_B, mode="sum", per_sample_weights=weights)
     return total_BD.to(rows_UD.dtype)
-
-
-@dataclass(frozen=True)
-class Moves:
-    """The functions of the same names here, or the kernels of `kernels.py`."""
-
-    leaving: Callable[..., Leaving] = leaving
-    arriving: Callable[..., Arriving] = arriving
-    sum_choices: Callable[..., Tensor] = sum_choices
-    sum_here: Callable[..., Tensor] = sum_here
-
-
-PLAIN = Moves()

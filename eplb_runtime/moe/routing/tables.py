@@ -6,7 +6,8 @@ N replicated experts (padded).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +38,27 @@ class SplitTables:
     num_ranks: int
     slots_per_rank: int
 
-    def sum_by_rank(self, quota_LEC: NDArray[np.int64], layers: slice = slice(None)) -> NDArray[np.int64]:
-        """int64 ``[L, R]``: tokens of each rank, of those of each copy, in these layers."""
+    def of_layer(self, layer: int) -> SplitTables:
+        """Return the tables of one layer, which share memory with these."""
+        here = slice(layer, layer + 1)
+        return replace(
+            self,
+            copy_slot_LEC=self.copy_slot_LEC[here],
+            first_rank_LE=self.first_rank_LE[here],
+            order_LN=self.order_LN[here],
+            ranks_LNC=self.ranks_LNC[here],
+            count_LN=self.count_LN[here],
+        )
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Return whether any expert has more than one copy."""
+        return bool(self.count_LN.any())
+
+    def sum_by_rank(self, quota_LEC: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 ``[L, R]``: tokens of each rank, of those of each copy."""
         rank_load_LR = np.zeros((len(quota_LEC), self.num_ranks), dtype=np.int64)
-        _sum_by_rank(quota_LEC, self.copy_slot_LEC[layers], self.slots_per_rank, rank_load_LR)
+        _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, rank_load_LR)
         return rank_load_LR
 
     @classmethod

@@ -1,4 +1,5 @@
-"""Split each expert's tokens over its copies so that the busiest rank has as little as can be: numba, on counts.
+"""Split each expert's tokens over its copies so that the busiest rank has as little as can be, and tell each rank what
+it sends to which copy: numba, on counts. Nothing of torch here.
 
 Water-filling by Gauss-Seidel: visit the replicated experts in turn and give each the best split for itself, the others
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
@@ -14,7 +15,7 @@ larger than the mean, and halved in between what a split has reached and what no
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,25 +36,61 @@ TOLERANCE_BITS = 10
 SPEED_TOLERANCE, SPEED_LEVELS = 1e-3, 12
 """A layer whose slowest rank is so near to the level asked for needs no other; at most so many are tried."""
 
-Mode = Literal["water_filling", "even", "home"]
+
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """Rows that this rank sends to each slot, and that each rank sends to its slots; int64, on the host."""
+
+    sent_P: NDArray[np.int64]
+    received_RS: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class SplitSettings:
+    """How batches are split, equal on all ranks.
+
+    Args:
+        ranks_per_node: consecutive ranks that share a node.
+        least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
+        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
+    """
+
+    ranks_per_node: int
+    least_tokens: int = 0
+    speed_R: NDArray[np.float64] | None = None
+
+
+def split_for_rank(
+    counts_RE: NDArray[np.integer], tables: SplitTables, rank: int, settings: SplitSettings
+) -> tuple[NDArray[np.int64], RowCounts]:
+    """Return int64 ``[E, C]``, tokens that ``rank`` sends to each copy of one layer's batch (``tables``: of that layer
+    alone), and how many rows go where. A token is served on its own rank or node where the quotas allow."""
+    counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
+    copy_slot_EC = tables.copy_slot_LEC[0]
+    if counts.sum() < settings.least_tokens:
+        quota_EC = np.zeros(copy_slot_EC.shape, dtype=np.int64)
+        quota_EC[:, 0] = counts.sum(axis=0)
+    else:
+        quota_EC = split_totals(counts.sum(axis=0)[None], tables, speed_R=settings.speed_R)[0]
+    sent_EC = np.zeros(copy_slot_EC.shape, dtype=np.int64)
+    sent_P = np.zeros(tables.num_ranks * tables.slots_per_rank, dtype=np.int64)
+    received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)
+    _share_out(counts, copy_slot_EC, quota_EC, rank, settings.ranks_per_node, sent_EC, sent_P, received_RS)
+    return sent_EC, RowCounts(sent_P, received_RS)
 
 
 def split_totals(
     totals_LE: NDArray[np.integer],
     tables: SplitTables,
     *,
-    mode: Mode = "water_filling",
     sweeps: int = SWEEPS,
-    layers: slice = slice(None),
     speed_R: NDArray[np.float64] | None = None,
 ) -> NDArray[np.int64]:
     """Tokens for each copy of each expert.
 
     Args:
         totals_LE: integer ``[L, E]``, tokens of each expert over all source ranks; sums below 2 ** 60.
-        mode: ``"water_filling"``, ``"even"`` (each copy the same, the first copies one more) or ``"home"``.
-        sweeps: at most so many Gauss-Seidel sweeps.
-        layers: the layers of ``tables`` that the first axis is.
+        sweeps: at most so many Gauss-Seidel sweeps; with none each copy has the same, the first copies one more.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; one of speed 0 has no replicas. None: all alike.
 
     Returns:
@@ -61,54 +98,27 @@ def split_totals(
         has more than under the even split.
     """
     totals: NDArray[np.int64] = np.ascontiguousarray(totals_LE, dtype=np.int64)
-    if totals.shape != tables.copy_slot_LEC[layers].shape[:2]:
-        raise ValueError(
-            f"counts have shape {totals.shape}, the placement has {tables.copy_slot_LEC[layers].shape[:2]}"
-        )
-    if speed_R is None or mode != "water_filling":
+    if totals.shape != tables.copy_slot_LEC.shape[:2]:
+        raise ValueError(f"counts have shape {totals.shape}, the placement has {tables.copy_slot_LEC.shape[:2]}")
+    quota_LEC = np.zeros(tables.copy_slot_LEC.shape, dtype=np.int64)
+    arrays = tables.first_rank_LE, tables.order_LN, tables.ranks_LNC, tables.count_LN
+    if speed_R is None:
         none_LR = np.zeros((len(totals), tables.num_ranks), dtype=np.int64)
-        return _split(totals, tables, layers, 0 if mode == "even" else sweeps, none_LR, at_home=mode == "home")
+        _split_layers(totals, *arrays, sweeps, none_LR, quota_LEC)
+        return quota_LEC
     least_L = totals.sum(axis=1) / max(float(speed_R.sum()), 1e-12)
-    level_L, reached_L = least_L, np.full(len(least_L), np.inf)
-    quota_LEC = np.zeros(tables.copy_slot_LEC[layers].shape, dtype=np.int64)
+    level_L, reached_L, used = least_L, np.full(len(least_L), np.inf), speed_R > 0
     for _ in range(SPEED_LEVELS):
         virtual_LR = np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
-        tried_LEC = _split(totals, tables, layers, sweeps, virtual_LR)
-        used = speed_R > 0
-        seconds_LR = tables.sum_by_rank(tried_LEC, layers)[:, used] / speed_R[used]
-        tried_L = seconds_LR.max(axis=1, initial=0.0)
+        tried_LEC = np.zeros_like(quota_LEC)
+        _split_layers(totals, *arrays, sweeps, virtual_LR, tried_LEC)
+        tried_L = (tables.sum_by_rank(tried_LEC)[:, used] / speed_R[used]).max(axis=1, initial=0.0)
         quota_LEC = np.where((tried_L < reached_L)[:, None, None], tried_LEC, quota_LEC)
         least_L = np.where(tried_L > level_L * (1 + SPEED_TOLERANCE), level_L, least_L)
         reached_L = np.minimum(tried_L, reached_L)
         if (reached_L <= least_L * (1 + SPEED_TOLERANCE)).all():
             break
         level_L = (least_L + reached_L) / 2
-    return quota_LEC
-
-
-def _split(
-    totals_LE: NDArray[np.int64],
-    tables: SplitTables,
-    layers: slice,
-    sweeps: int,
-    virtual_LR: NDArray[np.int64],
-    at_home: bool = False,
-) -> NDArray[np.int64]:
-    """Split tokens over ranks that count virtual tokens, int64 ``[L, R]``, on top of their own."""
-    quota_LEC = np.zeros(tables.copy_slot_LEC[layers].shape, dtype=np.int64)
-    if at_home:
-        quota_LEC[:, :, 0] = totals_LE
-        return quota_LEC
-    _split_layers(
-        totals_LE,
-        tables.first_rank_LE[layers],
-        tables.order_LN[layers],
-        tables.ranks_LNC[layers],
-        tables.count_LN[layers],
-        sweeps,
-        virtual_LR,
-        quota_LEC,
-    )
     return quota_LEC
 
 
@@ -240,16 +250,16 @@ def sweep_until_optimal(
     share_NC: NDArray[np.int64],
     load_R: NDArray[np.int64],
     sweeps: int,
-) -> int:
-    """Return the Gauss-Seidel sweeps done from the split in ``share_NC`` and ``load_R``, in place; stops when the
-    busiest rank is within 2 ** -10 of the mean or of the certificate's bound."""
+) -> None:
+    """Do Gauss-Seidel sweeps from the split in ``share_NC`` and ``load_R``, in place, until the busiest rank is within
+    2 ** -10 of the mean or of the certificate's bound."""
     enough = load_R.sum() // load_R.size
     enough += enough >> TOLERANCE_BITS
     before_NC = np.empty_like(share_NC)
     for sweep in range(sweeps):
         peak = load_R.max()
         if peak <= enough or is_optimal(ranks_NC, count_N, share_NC, load_R, peak >> TOLERANCE_BITS):
-            return sweep
+            return
         if sweep >= MOMENTUM_FROM:
             go_on(ranks_NC, count_N, share_NC, before_NC, load_R)
         elif sweep == MOMENTUM_FROM - 1:
@@ -257,78 +267,59 @@ def sweep_until_optimal(
                 for copy in range(count_N[index]):
                     before_NC[index, copy] = share_NC[index, copy]
         sweep_copies(ranks_NC, count_N, share_NC, load_R)
-    return sweeps
 
 
 @jit(error_model="numpy")
-def fraction_bits(total: int, copies: int) -> int:
-    """Bits after the binary point that fit: sums of ``copies + 1`` rank loads must stay below 2 ** 62."""
-    room = (1 << 62) // (copies + 1)
-    bits = FRACTION_BITS
-    while bits > 0 and total > (room >> bits):
-        bits -= 1
-    return bits
-
-
-@jit(error_model="numpy")
-def even_shares(total: int, copies: int, share_C: NDArray[np.int64]) -> None:
-    """``total // copies`` each, one more to the first few."""
-    each = total // copies
-    more = total - each * copies
-    for copy in range(copies):
-        share_C[copy] = each + (1 if copy < more else 0)
-
-
-@jit(error_model="numpy")
-def even_splits(
+def even_shares(
     totals_E: NDArray[np.int64],
     order_N: NDArray[np.int32],
     count_N: NDArray[np.int32],
-    quota_EC: NDArray[np.int64],
-) -> None:
-    """Split each replicated expert evenly."""
-    for index in range(order_N.size):
-        if count_N[index] > 1:
-            even_shares(totals_E[order_N[index]], count_N[index], quota_EC[order_N[index]])
-
-
-@jit(error_model="numpy")
-def round_shares(
-    share_NC: NDArray[np.int64],
-    order_N: NDArray[np.int32],
-    count_N: NDArray[np.int32],
     bits: int,
-    quota_EC: NDArray[np.int64],
+    share_NC: NDArray[np.int64],
 ) -> None:
-    """Whole tokens from shares in fixed point that sum to a whole: largest remainder, ties to the earlier copy."""
+    """Give each copy of a replicated expert the same, in units of 2 ** -bits, the first few copies one unit more."""
     for index in range(order_N.size):
-        copies, expert, missing = count_N[index], order_N[index], 0
-        for copy in range(copies):
-            quota_EC[expert, copy] = share_NC[index, copy] >> bits
-            missing += share_NC[index, copy] & ((1 << bits) - 1)
-        for _ in range(missing >> bits):
-            best, best_rest = 0, -1
+        copies = count_N[index]
+        if copies > 1:
+            total = totals_E[order_N[index]] << bits
+            each, more = total // copies, total % copies
             for copy in range(copies):
-                rest = share_NC[index, copy] - (quota_EC[expert, copy] << bits)
-                if rest > best_rest:
-                    best, best_rest = copy, rest
-            quota_EC[expert, best] += 1  # its remainder is negative from here on
+                share_NC[index, copy] = each + (1 if copy < more else 0)
 
 
 @jit(error_model="numpy")
-def _peak(
+def round_shares(share_NC: NDArray[np.int64], count_N: NDArray[np.int32], bits: int) -> None:
+    """Whole tokens from shares in fixed point that sum to a whole, in place: largest remainder, ties to the earlier."""
+    mask = (1 << bits) - 1
+    for index in range(count_N.size):
+        missing = 0
+        for copy in range(count_N[index]):
+            missing += share_NC[index, copy] & mask
+        for _ in range(missing >> bits):
+            best = 0
+            for copy in range(1, count_N[index]):
+                if share_NC[index, copy] & mask > share_NC[index, best] & mask:
+                    best = copy
+            share_NC[index, best] += mask + 1 - (share_NC[index, best] & mask)
+        for copy in range(count_N[index]):
+            share_NC[index, copy] >>= bits
+
+
+@jit(error_model="numpy")
+def fill_loads(
     base_R: NDArray[np.int64],
-    order_N: NDArray[np.int32],
     ranks_NC: NDArray[np.int32],
     count_N: NDArray[np.int32],
-    quota_EC: NDArray[np.int64],
+    share_NC: NDArray[np.int64],
+    bits: int,
     load_R: NDArray[np.int64],
 ) -> int:
+    """Fill ``load_R`` with the ranks' loads, of ``base_R`` tokens and these shares; returns the highest."""
     for rank in range(load_R.size):
-        load_R[rank] = base_R[rank]
-    for index in range(order_N.size):
+        load_R[rank] = base_R[rank] << bits
+    for index in range(count_N.size):
         for copy in range(count_N[index]):
-            load_R[ranks_NC[index, copy]] += quota_EC[order_N[index], copy]
+            load_R[ranks_NC[index, copy]] += share_NC[index, copy]
     return int(load_R.max())
 
 
@@ -343,33 +334,80 @@ def _split_layers(
     virtual_LR: NDArray[np.int64],
     quota_LEC: NDArray[np.int64],
 ) -> None:
+    """Split over ranks that count ``virtual_LR`` tokens on top of their own, into ``quota_LEC``."""
     widest = quota_LEC.shape[2]
-    base_R, load_R = np.empty_like(virtual_LR[0]), np.empty_like(virtual_LR[0])
-    share_NC = np.zeros((order_LN.shape[1], widest), dtype=np.int64)
+    load_R, share_NC = np.empty_like(virtual_LR[0]), np.zeros((order_LN.shape[1], widest), dtype=np.int64)
     for layer in range(totals_LE.shape[0]):
+        totals_E, quota_EC, base_R = totals_LE[layer], quota_LEC[layer], virtual_LR[layer].copy()
         order_N, ranks_NC, count_N = order_LN[layer], ranks_LNC[layer], count_LN[layer]
-        quota_EC = quota_LEC[layer]
-        base_R[:] = virtual_LR[layer]
-        total = base_R.sum() + totals_LE[layer].sum()
-        for expert in range(totals_LE.shape[1]):
-            quota_EC[expert, 0] = totals_LE[layer, expert]
-            base_R[first_rank_LE[layer, expert]] += totals_LE[layer, expert]
+        for expert in range(totals_E.size):
+            quota_EC[expert, 0] = totals_E[expert]
+            base_R[first_rank_LE[layer, expert]] += totals_E[expert]
+        total = base_R.sum()
         for index in range(order_N.size):
             if count_N[index] > 1:
-                base_R[first_rank_LE[layer, order_N[index]]] -= totals_LE[layer, order_N[index]]
-        even_splits(totals_LE[layer], order_N, count_N, quota_EC)
-        even_peak = _peak(base_R, order_N, ranks_NC, count_N, quota_EC, load_R)
-        if sweeps == 0:
-            continue
-        bits = fraction_bits(total, widest)
-        for rank in range(load_R.size):
-            load_R[rank] = base_R[rank] << bits
+                base_R[first_rank_LE[layer, order_N[index]]] -= totals_E[order_N[index]]
+        even_shares(totals_E, order_N, count_N, 0, share_NC)
+        even_peak = fill_loads(base_R, ranks_NC, count_N, share_NC, 0, load_R)
+        if sweeps > 0:
+            # Sums of so many rank loads and one more must stay below 2 ** 62.
+            bits, room = FRACTION_BITS, (1 << 62) // (widest + 1)
+            while bits > 0 and total > (room >> bits):
+                bits -= 1
+            even_shares(totals_E, order_N, count_N, bits, share_NC)
+            fill_loads(base_R, ranks_NC, count_N, share_NC, bits, load_R)
+            sweep_until_optimal(ranks_NC, count_N, share_NC, load_R, sweeps)
+            round_shares(share_NC, count_N, bits)
+            if fill_loads(base_R, ranks_NC, count_N, share_NC, 0, load_R) > even_peak:
+                even_shares(totals_E, order_N, count_N, 0, share_NC)
         for index in range(order_N.size):
-            if count_N[index] > 1:
-                even_shares(totals_LE[layer, order_N[index]] << bits, count_N[index], share_NC[index])
-                for copy in range(count_N[index]):
-                    load_R[ranks_NC[index, copy]] += share_NC[index, copy]
-        sweep_until_optimal(ranks_NC, count_N, share_NC, load_R, sweeps)
-        round_shares(share_NC, order_N, count_N, bits, quota_EC)
-        if _peak(base_R, order_N, ranks_NC, count_N, quota_EC, load_R) > even_peak:
-            even_splits(totals_LE[layer], order_N, count_N, quota_EC)
+            for copy in range(count_N[index]):
+                quota_EC[order_N[index], copy] = share_NC[index, copy]
+
+
+@jit(error_model="numpy")
+def _share_out(
+    counts_RE: NDArray[np.int64],
+    copy_slot_EC: NDArray[np.int32],
+    quota_EC: NDArray[np.int64],
+    me: int,
+    ranks_per_node: int,
+    sent_EC: NDArray[np.int64],
+    sent_P: NDArray[np.int64],
+    received_RS: NDArray[np.int64],
+) -> None:
+    """Own rank; then each node by itself, sources in order against copies in order; then everybody likewise."""
+    num_ranks, slots_per_rank = received_RS.shape
+    left_R, room_C = np.empty(num_ranks, dtype=np.int64), np.empty(quota_EC.shape[1], dtype=np.int64)
+    sent_CR = np.empty((quota_EC.shape[1], num_ranks), dtype=np.int64)
+    for expert in range(copy_slot_EC.shape[0]):
+        copies = 1
+        while copies < copy_slot_EC.shape[1] and copy_slot_EC[expert, copies] >= 0:
+            copies += 1
+        if copies > 1:
+            for rank in range(num_ranks):
+                left_R[rank] = counts_RE[rank, expert]
+            for copy in range(copies):
+                room_C[copy] = quota_EC[expert, copy]
+                sent_CR[copy] = 0
+            for reach in range(3):
+                width = 1 if reach == 0 else ranks_per_node if reach == 1 else num_ranks
+                for copy in range(copies):
+                    first = copy_slot_EC[expert, copy] // slots_per_rank // width * width
+                    for rank in range(first, first + width):
+                        if room_C[copy] == 0:
+                            break
+                        tokens = min(left_R[rank], room_C[copy])
+                        sent_CR[copy, rank] += tokens
+                        left_R[rank] -= tokens
+                        room_C[copy] -= tokens
+        for copy in range(copies):
+            slot = copy_slot_EC[expert, copy]
+            here = slot // slots_per_rank == me
+            if copies == 1:
+                for rank in range(num_ranks) if here else range(me, me + 1):
+                    sent_CR[0, rank] = counts_RE[rank, expert]
+            sent_EC[expert, copy] = sent_P[slot] = sent_CR[copy, me]
+            if here:
+                for rank in range(num_ranks):
+                    received_RS[rank, slot % slots_per_rank] = sent_CR[copy, rank]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from eplb_runtime.moe.experts.aligned import Aligned, aligned, regroup
-from eplb_runtime.moe.experts.compute import SlotCounts
+from eplb_runtime.moe.experts.compute import Aligned, SlotCounts, aligned, regroup
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
 from eplb_runtime.moe.experts.record import End, Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError

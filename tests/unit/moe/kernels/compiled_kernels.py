@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from eplb_runtime.moe.dispatch import kernels as moves
-from eplb_runtime.moe.routing import kernels as routing
+from eplb_runtime.moe import kernels
 from eplb_runtime.utils.triton import tl, triton
 
 CAPABILITIES = (80, 90, 100)
 """Ampere, Hopper and Blackwell: ten times the compute capability."""
 
 LONG, INT, NUMBER = "*i64", "*i32", "i32"
-OF_EXPERTS = {"EXPERTS": 256, "BLOCK": routing._BLOCK}
+OF_EXPERTS = {"EXPERTS": 256, "BLOCK": kernels.BLOCK}
 SUMMED = {"TOP_K": 8, "COLUMNS": 1024}
 
 
 def _of_slots(dedup: bool) -> dict[str, Any]:
-    return {"TOP_K": 8, "SLOTS": 512, "RANKS": 64 * dedup, "BLOCK": moves._BLOCK}
+    return {"TOP_K": 8, "SLOTS": 512, "RANKS": 64 * dedup, "BLOCK": kernels.PLACED}
 
 
-SUMS = (moves._sum,)
+SUMS = (kernels._sum,)
 """Kernels whose products are rounded before they are added."""
 VARYING = {"choices", "blocks", "tag"}
 """Numbers that differ from batch to batch."""
-ASSERTING = (routing.count_slots, routing._count_and_map)
+ASSERTING = (kernels.count_slots, kernels._count_and_map)
 """Kernels that end the job on a slot or an expert that there is not."""
 
 
-def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
+def cases() -> list[tuple[Any, list[str], dict[str, Any]]]:
     """All of them: a kernel, types of its arguments, and the constants that follow."""
     return [
         *(
@@ -36,35 +35,35 @@ def kernels() -> list[tuple[Any, list[str], dict[str, Any]]]:
             for ids in (INT, LONG)
             for case in (
                 (
-                    routing._count_and_map,
+                    kernels._count_and_map,
                     [ids, "*i1", LONG, LONG, LONG, *[NUMBER] * 2],
                     {"TOP_K": 8, "PADDED": ids == INT, **OF_EXPERTS},
                 ),
-                (routing.count_slots, [ids, INT, *[NUMBER] * 3], {"TOP_K": 8, "SLOTS": 256, "RANKS": 0, "BLOCK": 256}),
-                (routing._deal, [ids, INT, LONG, LONG, LONG, NUMBER], {"COPIES": 3, **OF_EXPERTS}),
+                (kernels.count_slots, [ids, INT, *[NUMBER] * 3], {"TOP_K": 8, "SLOTS": 256, "RANKS": 0, "BLOCK": 256}),
+                (kernels._deal, [ids, INT, LONG, LONG, LONG, NUMBER], {"COPIES": 3, **OF_EXPERTS}),
             )
         ),
         *(
             case
             for dedup in (True, False)
             for case in (
-                (routing.count_slots, [LONG, INT, *[NUMBER] * 3], _of_slots(dedup)),
+                (kernels.count_slots, [LONG, INT, *[NUMBER] * 3], _of_slots(dedup)),
                 (
-                    routing.begin_slots,
+                    kernels.begin_slots,
                     [INT, LONG, NUMBER, "i64", *[NUMBER] * 3],
                     {"SLOTS": 512, "RANKS": 64 * dedup, "HAS_TAG": dedup, "WIDE": 32, "AT_ONCE": 128},
                 ),
-                (moves._place, [LONG, INT, *[LONG] * 5, *[NUMBER] * 5], {**_of_slots(dedup), "SOME": 64}),
+                (kernels._place, [LONG, INT, *[LONG] * 5, *[NUMBER] * 5], {**_of_slots(dedup), "SOME": 64}),
                 (
-                    moves._arrive,
+                    kernels._arrive,
                     [*[LONG] * 5, INT, *[NUMBER] * 4],
-                    {"HAS_SOURCE_ROWS": dedup, "CELLS": 512, "RANKS": 64, "BLOCK": moves._ROWS, "PARTS": moves._PARTS},
+                    {"HAS_SOURCE_ROWS": dedup, "CELLS": 512, "RANKS": 64, "BLOCK": kernels.ROWS, "PARTS": 4},
                 ),
             )
         ),
         *(
             (
-                moves._sum,
+                kernels._sum,
                 [of, LONG, weights, out, NUMBER],
                 {"WEIGHED": weights != LONG, "HERE": here, "PRODUCT": product, "SUM": wide, **SUMMED},
             )
@@ -93,7 +92,7 @@ def compiled(kernel: Any, types: list[str], constants: dict[str, Any], capabilit
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    usual = {"enable_fp_fusion": False} if kernel in SUMS else dict(routing.ASSERT) if kernel in ASSERTING else {}
+    usual = {"enable_fp_fusion": False} if kernel in SUMS else dict(kernels.ASSERT) if kernel in ASSERTING else {}
     names = kernel.arg_names
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
@@ -102,13 +101,13 @@ def compiled(kernel: Any, types: list[str], constants: dict[str, Any], capabilit
 
 
 if __name__ == "__main__":
-    for kernel, types, _ in kernels():
+    for kernel, types, _ in cases():
         # A number that is 1, or a multiple of 16, in some batch would have a kernel of its own compiled then.
         for parameter, of in zip(kernel.params, types, strict=False):
             if parameter.name in VARYING and not of.startswith("*"):
                 assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
     for capability in CAPABILITIES:
-        for kernel, types, constants in kernels():
+        for kernel, types, constants in cases():
             code, sums = compiled(kernel, types, constants, capability), kernel in SUMS
             assert not (sums and "fma.rn.f" in code), "a product that is added at once is not rounded"
             assert not sums or ("cvt.rn.bf16" in code) == (types[3] == "*bf16")

@@ -15,11 +15,10 @@ from torch import Tensor
 from water_filling_torch import assign_slots
 
 from eplb_runtime.load.counter import LoadCounter
-from eplb_runtime.moe.dispatch import kernels as moves
+from eplb_runtime.moe import kernel_selection, kernels
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
-from eplb_runtime.moe.routing import kernels
-from eplb_runtime.moe.routing.lookup import SlotTable
+from eplb_runtime.moe.routing.slots import SlotTable
 from eplb_runtime.placement import Placement
 
 CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ def test_counting_and_looking_up_in_one_pass(tokens: int, top_k: int, experts: i
     for mask in (None, real[:tokens], real[::2]):
         counts, expected = torch.full((2, experts), 9)
         slots = kernels.count_and_map(ids, table, counts, mask)
-        assert torch.equal(slots, kernels.torch_count_and_map(ids, table, expected, mask))
+        assert torch.equal(slots, kernel_selection.count_and_map(ids, table, expected, mask))
         assert torch.equal(counts, expected)
         assert counts.sum() == 9 * experts + (ids if mask is None else ids[mask]).numel()
     wide = torch.stack([ids, ids + 1], dim=2).flatten(1)[:, ::2]  # does not lie in a row
@@ -133,7 +132,7 @@ def same(found: tuple, expected: tuple) -> None:
 
 def leave_alike(slots_TK: Tensor, me: int, ranks: int, slots: int, dedup: bool, tag: int | None) -> None:
     found, expected = (
-        function(slots_TK, me, ranks, slots, dedup=dedup, tag=tag) for function in (moves.leaving, permute.leaving)
+        function(slots_TK, me, ranks, slots, dedup=dedup, tag=tag) for function in (kernels.leaving, permute.leaving)
     )
     sent = int(expected.counts_2RW[0, :, slots].sum()) if dedup else slots_TK.numel()
     same(*(one._replace(counts_2RW=one.counts_2RW[0], token_N=one.token_N[:sent]) for one in (found, expected)))
@@ -166,11 +165,11 @@ def test_what_leaves_in_more_blocks_and_for_more_slots_than_are_counted_at_once(
 
 @pytest.mark.parametrize("slot", [-1, 8])
 def test_a_slot_that_there_is_not_is_noticed_on_the_device(slot: int, asserting: None) -> None:
-    moves.leaving(slots_of(90, 3, 8), 0, 2, 4, dedup=True)
+    kernels.leaving(slots_of(90, 3, 8), 0, 2, 4, dedup=True)
     slots_TK = slots_of(90, 3, 8)
     slots_TK[40, 1] = slot
     with pytest.raises(Exception, match="a slot that does not exist"):
-        moves.leaving(slots_TK, 0, 2, 4, dedup=True)
+        kernels.leaving(slots_TK, 0, 2, 4, dedup=True)
 
 
 @pytest.mark.parametrize("meant", [True, False])
@@ -183,7 +182,7 @@ def test_what_arrives(ranks: int, slots: int, most: int, meant: bool) -> None:
     for first, told in ((0, None), (ranks - 1, torch.from_numpy(counts_RW))):
         found, expected = (
             function(counts_RW, first, slots, CPU, source_row_M1, told)
-            for function in (moves.arriving, permute.arriving)
+            for function in (kernels.arriving, permute.arriving)
         )
         same(found, expected)
         assert (found.row_M is found.arrived_M) == (not meant)
@@ -191,7 +190,7 @@ def test_what_arrives(ranks: int, slots: int, most: int, meant: bool) -> None:
 
 def test_a_group_of_more_rows_than_its_programs_number_at_once() -> None:
     counts_RW = np.array([[9000, 1], [0, 5000]])
-    same(moves.arriving(counts_RW, 1, 2, CPU), permute.arriving(counts_RW, 1, 2, CPU))
+    same(kernels.arriving(counts_RW, 1, 2, CPU), permute.arriving(counts_RW, 1, 2, CPU))
 
 
 @pytest.mark.parametrize("weight_dtype", [None, *DTYPES], ids=str)
@@ -202,7 +201,7 @@ def test_sums_of_a_tokens_choices(dtype: torch.dtype, weight_dtype: torch.dtype 
         rows = torch.randn(tokens * top_k, width, generator=generator).to(dtype)
         place = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k)
         weights = None if weight_dtype is None else torch.rand(top_k, tokens, generator=generator).to(weight_dtype).T
-        found = moves.sum_choices(rows, place, RowMemory(), weights)
+        found = kernels.sum_choices(rows, place, RowMemory(), weights)
         expected = permute.sum_one_by_one(rows, place, RowMemory(), weights)
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
@@ -219,22 +218,22 @@ def test_sums_of_the_choices_that_are_here(
         place = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k)
         place = torch.where(torch.rand(place.shape, generator=generator) < 0.4, -1, place)
         weights = None if weight_dtype is None else torch.rand(len(rows), generator=generator).to(weight_dtype)
-        found, expected = (one.sum_here(rows, place, weights, out) for one in (moves, permute))
+        found, expected = (one.sum_here(rows, place, weights, out) for one in (kernels, permute))
         assert found.dtype == expected.dtype == out and torch.equal(found, expected)
-    nothing = moves.sum_here(rows[:0], torch.full((3, 2), -1), None, out)
+    nothing = kernels.sum_here(rows[:0], torch.full((3, 2), -1), None, out)
     assert nothing.shape == (3, 1100) and not nothing.any()
 
 
 def test_a_row_of_no_number_that_is_nobodys_is_not_summed() -> None:
     rows, place = torch.tensor([[float("nan")], [2.0]]), torch.tensor([[1, -1], [-1, -1]])
-    for one in (moves, permute):
+    for one in (kernels, permute):
         assert one.sum_here(rows, place, torch.tensor([float("inf"), 3.0])).tolist() == [[6.0], [0.0]]
 
 
 def test_a_sum_of_one_negative_zero_is_one_where_plain_torch_has_one() -> None:
-    found = moves.sum_choices(torch.tensor([[-0.0]]), torch.tensor([[0]]), RowMemory())
+    found = kernels.sum_choices(torch.tensor([[-0.0]]), torch.tensor([[0]]), RowMemory())
     assert torch.equal(found.signbit(), torch.tensor([[True]]))
-    assert not moves.sum_here(torch.tensor([[-0.0]]), torch.tensor([[0]])).signbit().any()
+    assert not kernels.sum_here(torch.tensor([[-0.0]]), torch.tensor([[0]])).signbit().any()
 
 
 # -- Where Triton's interpreter is not what a GPU is

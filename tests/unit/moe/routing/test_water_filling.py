@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placements import some_homes
 
-from eplb_runtime.moe.routing import lookup, water_filling
-from eplb_runtime.moe.routing import splitter as splitter_module
-from eplb_runtime.moe.routing.lookup import SlotTable, record_use
-from eplb_runtime.moe.routing.sources import SplitSettings, split_for_rank
-from eplb_runtime.moe.routing.splitter import BatchSplitter
+from eplb_runtime.moe.routing import slots as slots_module
+from eplb_runtime.moe.routing import water_filling
+from eplb_runtime.moe.routing.slots import BatchSplitter, SlotTable, record_use
 from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.moe.routing.water_filling import SplitSettings, split_for_rank
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.topology import Topology
@@ -42,7 +41,7 @@ def planned_for(load: np.ndarray, generator: np.random.Generator) -> tuple[Place
 def every_row(counts_RE: np.ndarray, tables: SplitTables, **options: object) -> np.ndarray:
     """int64 ``[R, E, C]``: what each rank says by itself that it sends."""
     of = SplitSettings(**options)  # type: ignore[arg-type]
-    return np.stack([split_for_rank(counts_RE, tables, 0, rank, of)[0] for rank in range(tables.num_ranks)])
+    return np.stack([split_for_rank(counts_RE, tables, rank, of)[0] for rank in range(tables.num_ranks)])
 
 
 shapes = st.tuples(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(1, 5), st.integers(1, 3))
@@ -78,7 +77,7 @@ def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale
     sent_RP[:, tables.copy_slot_LEC[0, expert, copy]] = sent[:, expert, copy]
     assert sent_RP.sum() == counts.sum()
     for rank in range(ranks):
-        _, told = split_for_rank(counts, tables, 0, rank, SplitSettings(1))
+        _, told = split_for_rank(counts, tables, rank, SplitSettings(1))
         assert np.array_equal(told.received_RS, sent_RP.reshape(ranks, ranks, -1)[:, rank])
         assert np.array_equal(told.sent_P, sent_RP[rank])
 
@@ -93,7 +92,7 @@ def test_the_busiest_rank_never_has_more_than_under_an_even_split(shape, scale) 
     totals = (generator.random((1, ranks * homes)) * scale).astype(np.int64)
     slots = tables.copy_slot_LEC[0]
     filled = rank_loads(water_filling.split_totals(totals, tables)[0], slots, placement)
-    even = rank_loads(water_filling.split_totals(totals, tables, mode="even")[0], slots, placement)
+    even = rank_loads(water_filling.split_totals(totals, tables, sweeps=0)[0], slots, placement)
     assert filled.max() <= even.max()
     assert filled.sum() == even.sum() == totals.sum()
 
@@ -229,8 +228,7 @@ def test_memory_on_a_device_is_held_for_the_stream_that_reads_it(monkeypatch: py
 @pytest.mark.parametrize("kind", ["table", "splitter"])
 def test_a_table_is_held_when_it_is_taken_over_and_not_before(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     used: list[torch.Tensor] = []
-    for module in (lookup, splitter_module):
-        monkeypatch.setattr(module, "record_use", lambda *tensors: used.extend(tensors))
+    monkeypatch.setattr(slots_module, "record_use", lambda *tensors: used.extend(tensors))
     placement = Placement.initial(1, 4, 2) if kind == "table" else HOME
     maps: Any = SlotTable(placement, torch.device("cpu")) if kind == "table" else splitter(placement)
     used.clear()

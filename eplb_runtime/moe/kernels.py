@@ -1,7 +1,9 @@
-"""Which row goes where on one rank, and the sums that bring a token's choices together again, by few kernels.
+"""What each batch does on a GPU, by few kernels and without a host sync, so that a CUDA graph can hold them: count and
+route a batch's choices, tell which row goes where on one rank, and sum a token's choices.
 
-The same numbers as `permute`'s functions of the same names, which are the references; suffixes as there. Slots are
-int32 or int64. A slot that there is not ends the job by an assertion of the device, as plain torch would.
+The numbers are those of plain torch (`kernel_selection.py` says of which functions); suffixes as in `permute.py`.
+Choices are logical ids or slots, int32 or int64; one that there is not ends the job by an assertion of the device, as
+plain torch would.
 """
 
 from __future__ import annotations
@@ -11,17 +13,87 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...utils.triton import jit, power_of_2, tl
-from ..routing.kernels import begin_of_blocks, is_first
-from .permute import Arriving, Leaving, Moves, RowMemory
-from .permute import sum_here as permute_sum_here
+from ..utils.triton import jit, power_of_2, tl
+from .dispatch import permute
+from .dispatch.permute import Arriving, Leaving, RowMemory
 
-_BLOCK = 64
-"""Choices of a program. Placing compares all of them with each other; with 256 it had no room in registers."""
-_ELEMENTS = 1024
+BLOCK = 256
+"""Choices of a program. Dealing out compares all of them with each other."""
+PLACED = 64
+"""The same where places are worked out, which had no room in registers for 256."""
+WIDE = 32
+"""Columns of counts, of a program."""
+AT_ONCE = 128
+"""Blocks whose beginnings are worked out at once."""
+ELEMENTS = 1024
 """Summed by a program."""
-_ROWS, _PARTS = 1024, 4
+ROWS, PARTS = 1024, 4
 """Rows that a program numbers at once, and programs of a group of rows."""
+ASSERT = {"debug": True, "sanitize_overflow": False}
+"""Of a launch: what the kernel asserts is checked."""
+
+
+def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
+    """Count a batch's choices into ``counts_E`` and return their slots, in one pass. ``real_T``: False for padding,
+    which has slots and does not count."""
+    ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
+    slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
+    if choices:
+        real = ids_TK if real_T is None else real_T.contiguous()
+        _count_and_map[(-(-choices // BLOCK),)](
+            *(ids_TK, real, table_E, counts_E, slots_TK, choices, counts_E.shape[0]),
+            TOP_K=ids_TK.shape[1],
+            PADDED=real_T is not None,
+            EXPERTS=power_of_2(max(2, counts_E.shape[0])),
+            BLOCK=BLOCK,
+            **ASSERT,
+        )
+    return slots_TK
+
+
+def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin_BE: Tensor | None = None) -> Tensor:
+    """As `slots.deal_out`; by one kernel more than by `count_by_blocks`, whose blocks may be given."""
+    ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
+    if begin_BE is None:
+        begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])[1]
+    slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
+    if choices:
+        _deal[(begin_BE.shape[0],)](
+            *(ids_TK, begin_BE, sent_EC.contiguous(), copy_slot_EC.contiguous(), slots_TK, choices),
+            COPIES=sent_EC.shape[1],
+            EXPERTS=begin_BE.shape[1],
+            BLOCK=BLOCK,
+        )
+    return slots_TK
+
+
+def count_by_blocks(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """By two kernels: int64 ``[E]``, how often each expert is chosen; int32, how often in the blocks before each."""
+    counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TK.device)
+    return counts_E, begin_of_blocks(ids_TK.contiguous(), counts_E.view(1, -1), experts, BLOCK)
+
+
+def begin_of_blocks(
+    slots_TK: Tensor, counts_RC: Tensor, slots_per_rank: int, block: int, dedup: bool = False, tag: int | None = None
+) -> Tensor:
+    """Write how many choices each slot has (with ``dedup`` how many tokens each rank, and the tag) into ``counts_RC``,
+    and return int32 how many are in the blocks before each."""
+    choices, (ranks, columns) = slots_TK.numel(), counts_RC.shape
+    widths = {"SLOTS": power_of_2(max(2, ranks * slots_per_rank)), "RANKS": power_of_2(max(2, ranks)) if dedup else 0}
+    width, blocks = sum(widths.values()), -(-choices // block)
+    begin_BW = torch.empty(blocks, width, dtype=torch.int32, device=slots_TK.device)
+    if blocks:
+        of_slots = slots_per_rank, ranks * slots_per_rank
+        sizes = {"TOP_K": slots_TK.shape[1], **widths, "BLOCK": block}
+        count_slots[(blocks,)](slots_TK, begin_BW, choices, *of_slots, **sizes, **ASSERT)
+    begin_slots[(-(-width // WIDE),)](
+        *(begin_BW, counts_RC, blocks, tag or 0, ranks, slots_per_rank, columns),
+        **widths,
+        HAS_TAG=tag is not None,
+        WIDE=WIDE,
+        AT_ONCE=AT_ONCE,
+    )
+    return begin_BW
 
 
 def leaving(
@@ -36,7 +108,7 @@ def leaving(
 
     counts_2RW, source_row_N1 = empty(2, num_ranks, columns), empty(choices, 1) if dedup else None
     choice_N, place_TK, token_N = empty(choices), empty(*slots_TK.shape), empty(choices)
-    begin_BW = begin_of_blocks(slots_TK, counts_2RW[0], slots_per_rank, _BLOCK, dedup, tag)
+    begin_BW = begin_of_blocks(slots_TK, counts_2RW[0], slots_per_rank, PLACED, dedup, tag)
     if choices:
         source_rows = choice_N if source_row_N1 is None else source_row_N1
         width = power_of_2(max(2, num_ranks * slots_per_rank))
@@ -46,7 +118,7 @@ def leaving(
             TOP_K=slots_TK.shape[1],
             SLOTS=width,
             RANKS=begin_BW.shape[1] - width,
-            BLOCK=_BLOCK,
+            BLOCK=PLACED,
             SOME=64,
         )
     return Leaving(counts_2RW, choice_N, place_TK, token_N, source_row_N1)
@@ -70,21 +142,15 @@ def arriving(
 
     arrived_M, slot_place_M, ends_S = empty(), empty(), empty(torch.int32, slots_per_rank)
     row_M = arrived_M if source_row_M1 is None else empty()
-    _arrive[(ranks * slots_per_rank, _PARTS)](
-        *(
-            counts.contiguous(),
-            arrived_M if source_row_M1 is None else source_row_M1,
-            arrived_M,
-            slot_place_M,
-            row_M,
-            ends_S,
-        ),
+    source_rows = arrived_M if source_row_M1 is None else source_row_M1
+    _arrive[(ranks * slots_per_rank, PARTS)](
+        *(counts.contiguous(), source_rows, arrived_M, slot_place_M, row_M, ends_S),
         *(first, ranks, slots_per_rank, columns),
         HAS_SOURCE_ROWS=source_row_M1 is not None,
         CELLS=power_of_2(ranks * slots_per_rank),
         RANKS=power_of_2(ranks),
-        BLOCK=_ROWS,
-        PARTS=_PARTS,
+        BLOCK=ROWS,
+        PARTS=PARTS,
     )
     return Arriving(arrived_M, slot_place_M, row_M, ends_S)
 
@@ -100,7 +166,7 @@ def sum_here(
 ) -> Tensor:
     """By one kernel; by plain torch what is wider than float32."""
     if _product(rows_MD, weights_M) == torch.float64:
-        return permute_sum_here(rows_MD, place_UK, weights_M, dtype)
+        return permute.sum_here(rows_MD, place_UK, weights_M, dtype)
     out_UD = torch.empty(place_UK.shape[0], rows_MD.shape[1], dtype=dtype, device=rows_MD.device)
     return _sum_into(out_UD, rows_MD, place_UK, weights_M, here=True)
 
@@ -109,14 +175,15 @@ def _sum_into(out_TD: Tensor, rows_MD: Tensor, place_TK: Tensor, weights: Tensor
     """Sum each token's rows. ``here``: some places are -1, and weights are those of rows, not of choices."""
     (tokens, width), dtype = out_TD.shape, _product(rows_MD, weights)
     if tokens and width:
-        columns = min(_ELEMENTS, power_of_2(width))
+        columns, dtypes = min(ELEMENTS, power_of_2(width)), (dtype, torch.promote_types(dtype, torch.float32))
+        product, wide = (getattr(tl, str(one).removeprefix("torch.")) for one in dtypes)
         _sum[(tokens, -(-width // columns))](
             *(rows_MD.contiguous(), place_TK.contiguous()),
             *(place_TK if weights is None else weights.contiguous(), out_TD, width),
             WEIGHED=weights is not None,
             HERE=here,
-            PRODUCT=_of_triton(dtype),
-            SUM=_of_triton(torch.promote_types(dtype, torch.float32)),
+            PRODUCT=product,
+            SUM=wide,
             TOP_K=place_TK.shape[1],
             COLUMNS=columns,
             enable_fp_fusion=False,  # else a product that is added at once would not be rounded
@@ -128,11 +195,134 @@ def _product(rows: Tensor, weights: Tensor | None) -> torch.dtype:
     return rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
 
 
-MOVES = Moves(leaving, arriving, sum_choices, sum_here)
+@jit(do_not_specialize=["choices"])
+def _count_and_map(  # type: ignore[no-untyped-def]
+    ids,
+    real,
+    table,
+    counts,
+    slots,
+    choices,
+    experts,
+    TOP_K: tl.constexpr,
+    PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    choice = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = choice < choices
+    expert = tl.load(ids + choice, mask=there, other=0).to(tl.int32)
+    tl.device_assert((expert >= 0) & (expert < experts), "a choice of an expert that does not exist")
+    tl.store(slots + choice, tl.load(table + expert, mask=there, other=0), mask=there)
+    counted = there
+    if PADDED:
+        counted = there & (tl.load(real + choice // TOP_K, mask=there, other=0) != 0)
+    of_block = tl.histogram(expert, EXPERTS, mask=counted)
+    every = tl.arange(0, EXPERTS)
+    tl.atomic_add(counts + every, of_block.to(tl.int64), mask=(every < experts) & (of_block > 0))
 
 
-def _of_triton(dtype: torch.dtype) -> object:
-    return getattr(tl, str(dtype).removeprefix("torch."))
+@jit
+def is_first(slots, choice, there, rank, slots_per_rank, TOP_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return whether no earlier choice of the same token is on the same rank."""
+    first = there
+    for back in tl.static_range(1, TOP_K):
+        same_token = there & (choice % TOP_K >= back)
+        before = tl.load(slots + choice - back, mask=same_token, other=0).to(tl.int32) // slots_per_rank
+        first = first & ~(same_token & (before == rank))
+    return first
+
+
+@jit(do_not_specialize=["choices"])
+def count_slots(  # type: ignore[no-untyped-def]
+    slots,
+    of_blocks,
+    choices,
+    slots_per_rank,
+    num_slots,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Choices of each slot in a block, and with ``RANKS`` tokens that visit each rank."""
+    block = tl.program_id(0).to(tl.int64)
+    choice = block * BLOCK + tl.arange(0, BLOCK)
+    there = choice < choices
+    slot = tl.load(slots + choice, mask=there, other=0).to(tl.int32)
+    tl.device_assert((slot >= 0) & (slot < num_slots), "a choice of an expert or a slot that does not exist")
+    counted = tl.histogram(slot, SLOTS, mask=there)
+    tl.store(of_blocks + block * (SLOTS + RANKS) + tl.arange(0, SLOTS), counted)
+    if RANKS > 0:
+        rank = slot // slots_per_rank
+        visited = tl.histogram(rank, RANKS, mask=is_first(slots, choice, there, rank, slots_per_rank, TOP_K))
+        tl.store(of_blocks + block * (SLOTS + RANKS) + SLOTS + tl.arange(0, RANKS), visited)
+
+
+@jit(do_not_specialize=["blocks", "tag"])
+def begin_slots(  # type: ignore[no-untyped-def]
+    of_blocks,
+    counts,
+    blocks,
+    tag: tl.int64,
+    num_ranks,
+    slots_per_rank,
+    columns,
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    HAS_TAG: tl.constexpr,
+    WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """In place: of each slot's choices, how many are in earlier blocks; and the counts for each rank."""
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    before = tl.zeros((WIDE,), dtype=tl.int32)
+    for first in range(0, blocks, AT_ONCE):
+        block = first + tl.arange(0, AT_ONCE)
+        place = of_blocks + block[:, None].to(tl.int64) * (SLOTS + RANKS) + column[None, :]
+        there = (block < blocks)[:, None] & (column < SLOTS + RANKS)[None, :]
+        counted = tl.load(place, mask=there, other=0)
+        tl.store(place, tl.cumsum(counted, axis=0) - counted + before[None, :], mask=there)
+        before += tl.sum(counted, axis=0)
+    total = before.to(tl.int64)
+    of_slot = counts + column // slots_per_rank * columns + column % slots_per_rank
+    tl.store(of_slot, total, mask=column < num_ranks * slots_per_rank)
+    if RANKS > 0:
+        rank = column - SLOTS
+        tl.store(counts + rank * columns + slots_per_rank, total, mask=(rank >= 0) & (rank < num_ranks))
+    if HAS_TAG:
+        said = tl.zeros((WIDE,), dtype=tl.int64) + tag
+        tl.store(counts + column * columns + columns - 1, said, mask=column < num_ranks)
+
+
+@jit(do_not_specialize=["choices"])
+def _deal(  # type: ignore[no-untyped-def]
+    ids,
+    begins,
+    sent,
+    copy_slots,
+    slots,
+    choices,
+    COPIES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCK)
+    choice = block * BLOCK + within
+    expert = tl.load(ids + choice, mask=choice < choices, other=-1).to(tl.int64)
+    # Once more, to lie across: all choices of the block are compared with all.
+    others = tl.load(ids + choice, mask=choice < choices, other=-1).to(tl.int64)
+    earlier = (others[None, :] == expert[:, None]) & (within[None, :] < within[:, None])
+    chosen = expert >= 0
+    place = tl.sum(earlier.to(tl.int32), axis=1) + tl.load(begins + block * EXPERTS + expert, mask=chosen, other=0)
+    copy = tl.zeros((BLOCK,), dtype=tl.int64)
+    end = tl.zeros((BLOCK,), dtype=tl.int64)
+    for passed in range(COPIES - 1):
+        end += tl.load(sent + expert * COPIES + passed, mask=chosen, other=0)
+        copy += (place >= end).to(tl.int64)
+    slot = tl.load(copy_slots + expert * COPIES + copy, mask=chosen, other=-1)
+    tl.store(slots + choice, slot, mask=choice < choices)
 
 
 @jit(do_not_specialize=["choices"])

@@ -1,0 +1,165 @@
+"""From logical expert ids to physical slots: a table, changed in place, where every expert has one copy, else a split
+of the batch over the copies.
+
+The split is pure arithmetic on the counts that all ranks gathered - a function of the placement and these counts alone,
+so that every rank comes to the same one. Numba splits on the host (`water_filling.py`), and the device only deals its
+choices out by the result. No torch.distributed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...placement import Placement
+from .tables import SplitTables
+from .water_filling import RowCounts, SplitSettings, split_for_rank
+
+
+def record_use(*tensors: Tensor) -> None:
+    """Keep memory that another thread's stream has made until this thread's stream has read it."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+class SlotTable:
+    """int64 ``[L, E]`` on the device: the home slot of each logical expert, under the active placement.
+
+    Attributes:
+        epoch: of that placement.
+        changes_L: int64, on the host: how often each layer's has changed.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device) -> None:
+        layers, experts = placement.num_layers, placement.num_experts
+        # Both maps in one piece: a commit copies both to the device at once.
+        self._both_L2E = torch.empty(layers, 2 * experts, dtype=torch.int64, device=device)
+        self.epoch = placement.epoch
+        self.changes_L = np.zeros(layers, dtype=np.int64)
+        self._home_LE = self._both_L2E[:, :experts]
+        self._logical_LRH = self._both_L2E[:, experts:].unflatten(1, (placement.num_ranks, placement.homes_per_rank))
+        self.prepare(placement, range(placement.num_layers))()
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Return what takes over a placement that differs in these layers, in place, and needs no more memory."""
+        rows = np.asarray(layers, dtype=np.int64)
+        homes = placement.homes_LRH[rows].reshape(len(rows), -1)
+        new = torch.from_numpy(np.concatenate([placement.require_homes()[rows], homes], axis=1, dtype=np.int64))
+        device = self._both_L2E.device
+        new, index = new.to(device), torch.from_numpy(rows).to(device)
+
+        def take_over() -> None:
+            record_use(new, index)
+            self._both_L2E.index_copy_(0, index, new)
+            self.epoch = placement.epoch
+            self.changes_L[rows] += 1
+
+        return take_over
+
+    def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
+        """Physical slot of each choice, int64 ``[T, K]``."""
+        # Plain indexing would take -1 for the last expert without a word.
+        return self.home_of_experts(layer).index_select(0, topk_ids_TK.reshape(-1)).view(topk_ids_TK.shape)
+
+    def home_of_experts(self, layer: int) -> Tensor:
+        """int64 ``[E]``: the slot of each expert's home; the memory stays."""
+        return self._home_LE[layer]
+
+    def require_known(self, layer: int, topk_ids_TK: Tensor) -> None:
+        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)"""
+        if topk_ids_TK.device.type != "cpu" or not topk_ids_TK.numel():
+            return
+        ids_TK = topk_ids_TK.detach().numpy()
+        lowest, highest = ids_TK.min(), ids_TK.max()
+        experts = self._home_LE.shape[1]
+        if lowest < 0 or highest >= experts:
+            raise ValueError(
+                f"MoE layer {layer} was given expert ids from {lowest} to {highest}, and its experts are 0 to "
+                f"{experts - 1}: a choice that is none (-1 for padding) takes any expert and a router weight of 0"
+            )
+
+    def logical_of_slots(self, layer: int) -> Tensor:
+        """int64 ``[E]``: the logical expert in each slot, in the order of the slots; the memory stays."""
+        return self._logical_LRH[layer].flatten()
+
+    def logical_of_rows(self, rank: int) -> Tensor:
+        """int64 ``[L, E/R]``: the logical expert in each home slot of an EP rank."""
+        return self._logical_LRH[:, rank]
+
+
+Counted = tuple[Tensor, Tensor | None]
+"""int64 ``[E]``, how often each expert is chosen; and what whoever deals out need not find out again."""
+
+
+def count_choices(topk_ids_TK: Tensor, num_experts: int) -> Counted:
+    """Count a batch's choices of each expert. No host sync."""
+    ids_N = topk_ids_TK.reshape(-1)
+    return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, torch.ones_like(ids_N)), None
+
+
+def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
+    """Return int64 ``[T, K]``, the slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go
+    to its first copy, the next ``sent_EC[e, 1]`` to its second. ``begins`` is for kernels."""
+    ids = topk_ids_TK.reshape(-1)
+    by_expert = torch.repeat_interleave(copy_slot_EC.reshape(-1), sent_EC.reshape(-1), output_size=ids.shape[0])
+    order = torch.argsort(ids, stable=True)
+    return torch.empty_like(by_expert).index_copy_(0, order, by_expert).view(topk_ids_TK.shape)
+
+
+class BatchSplitter:
+    """Splits batches under one placement; `prepare` takes over the next one. ``count`` and ``deal`` are kernels with
+    the results of `count_choices` and `deal_out`."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: torch.device,
+        ep_rank: int,
+        settings: SplitSettings,
+        *,
+        count: Callable[[Tensor, int], Counted] = count_choices,
+        deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out,
+    ) -> None:
+        self._device, self._ep_rank, self._settings = device, ep_rank, settings
+        self._count, self._deal = count, deal
+        self._num_experts = placement.num_experts
+        self._layers: dict[int, tuple[SplitTables, Tensor]] = {}  # and on the device the slots of each expert's copies
+        self.prepare(placement, range(placement.num_layers))()
+
+    def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
+        """Return what takes over a placement that differs in these layers and needs no more memory."""
+        changed = list(layers)
+        home = None if placement.home is None else placement.home[changed]
+        part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
+        tables = SplitTables.of(part)
+        slots_LEC = torch.from_numpy(tables.copy_slot_LEC.astype(np.int64)).to(self._device)
+        new = {layer: (tables.of_layer(index), slots_LEC[index]) for index, layer in enumerate(changed)}
+
+        def take_over() -> None:
+            record_use(slots_LEC)
+            self._layers.update(new)
+
+        return take_over
+
+    def splits(self, layer: int) -> bool:
+        """Return whether any expert of the layer has copies; if not, every token goes home."""
+        return self._layers[layer][0].has_replicas
+
+    def counts(self, topk_ids_TK: Tensor) -> Counted:
+        """This rank's choices of each expert, padding included: what will really travel."""
+        return self._count(topk_ids_TK, self._num_experts)
+
+    def route(
+        self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64], begins: Tensor | None = None
+    ) -> tuple[Tensor, RowCounts]:
+        """Return int64 ``[T, K]``, the slot of each choice of a batch, an expert's choices to its copies in the order
+        of the tokens, and how many rows go where. ``counts_RE`` are of every rank, on the host. No host sync."""
+        tables, copy_slot_EC = self._layers[layer]
+        sent_EC, counts = split_for_rank(counts_RE, tables, self._ep_rank, self._settings)
+        sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
+        return self._deal(topk_ids_TK, sent, copy_slot_EC, begins), counts
