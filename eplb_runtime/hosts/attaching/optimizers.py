@@ -135,6 +135,8 @@ class Optimizers(LoopHooks):
             elif isinstance(optimizer, torch.optim.Optimizer):
                 self._contained.append(optimizer)
                 self._balancer.tensors.train(optimizer, {})
+                if self._balancer.runtime.job.divided_rows:  # the framework saves it
+                    order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
         if container is not None:
             number = len(self._known)
             self._known.append(container)

@@ -41,7 +41,6 @@ from .settings import (
     notes,
     refusals,
 )
-from .state import BalancedOptimizers, balanced_optimizers
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -54,7 +53,7 @@ BuildFunction = Callable[[Any, list[nn.Module], ParallelDims], None]
 def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """Let a training that torchtitan makes of this config balance its routed experts.
 
-    It adds two overrides to ``config.override.imports``, one more call after the model's own
+    It adds an override to ``config.override.imports``, one more call after the model's own
     ``post_optimizer_build_fn``, one after its ``pipelining_fn``, and one before its ``parallelize_fn``. The balancer is
     ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
 
@@ -68,10 +67,10 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
-    imports = [_path(balanced_experts), _path(balanced_optimizers)]
-    if any(entry in config.override.imports for entry in imports):
+    path = f"{balanced_experts.__module__}.{balanced_experts.__name__}"
+    if path in config.override.imports:
         raise AttachError("this config is balanced already: call balance() once")
-    config.override.imports = [*config.override.imports, *imports]
+    config.override.imports = [*config.override.imports, path]
     spec = config.model_spec
     spec.post_optimizer_build_fn = partial(
         _build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig(), trainer_config=config
@@ -79,10 +78,6 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     spec.parallelize_fn = partial(_parallelize, spec.parallelize_fn)
     if spec.pipelining_fn is not None:
         spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
-
-
-def _path(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__name__}"
 
 
 def _parallelize(
@@ -114,7 +109,7 @@ def _build(
     device, settings = torch.device("cpu"), TitanSettings()
     try:
         settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
-        _refuse(settings, optimizers, config)
+        _refuse(settings, config)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
         numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
@@ -138,7 +133,7 @@ def _build(
     )
     if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
         logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
-    optimizers.order = order = LogicalOrder(balancer)
+    order = LogicalOrder(balancer)
     for layer in (layer for stage in stages for layer in stage.host.layers):
         keep_order(layer, order, same_tensors=True)
     for part in model_parts:
@@ -160,7 +155,7 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
     )
 
 
-def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) -> None:
+def _refuse(settings: TitanSettings, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
     refused = [str(one) for one in refusals(settings)]
     if config.replica_slots:
@@ -169,11 +164,6 @@ def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) ->
         refused.append(
             f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "
             "leave dispatch out"
-        )
-    if not isinstance(optimizers, BalancedOptimizers):
-        refused.append(
-            f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
-            f"state would be saved in another order: override.imports must have {_path(balanced_optimizers)}"
         )
     if config.initial_placement is not None:
         refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
