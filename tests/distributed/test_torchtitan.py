@@ -166,7 +166,7 @@ MISTAKES: list[tuple[str, Row, Mistake]] = [
     ),
     ("its dispatcher knows one place for an expert", OWN, partial(with_settings, replica_slots=1)),
     (
-        "torchtitan's dispatcher sends tokens; leave dispatch out",
+        "the framework's own dispatcher sends tokens; leave dispatch out",
         OWN,
         partial(with_settings, dispatch=DispatchConfig("hierarchical")),
     ),

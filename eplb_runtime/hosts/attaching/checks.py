@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.reduction import foreign_hooks
-from ...config import BalancerConfig
+from ...config import BalancerConfig, DispatchConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_bytes, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
@@ -178,6 +179,10 @@ def _of_models(
     if len({spread_of(layer.experts) for layer in layers}) > 1:
         yield "some MoE layers were spread by shard_experts and others were not: build the model again"
     for stage in stages:
+        if stage.host.dispatches and config.replica_slots:
+            yield "replica_slots: the framework's own dispatcher knows one place for an expert; set replica_slots=0"
+        if stage.host.dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
+            yield "dispatch: the framework's own dispatcher sends tokens; leave dispatch out"
         if refused := stage.host.refuses(config):
             yield refused
         if stage.model in recorded:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
 from torch import nn
 
-from ...config import BalancerConfig, DispatchConfig
+from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
 from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
@@ -169,10 +168,6 @@ def why_not_followed(name: str, module: Any) -> str:
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
-    if config.replica_slots:
-        return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
-    if replace(config.dispatch, kernels=True) != DispatchConfig():
-        return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:
         return "overlap=True with Megatron is not supported yet: leave it False"
     if wrapped and config.dense_gradients == "allreduce":

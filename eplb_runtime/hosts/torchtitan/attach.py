@@ -24,7 +24,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig, DispatchConfig
+from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from .. import _all_can_attach, pipelining
 from ..attaching.attach import attach_stages
@@ -160,11 +160,6 @@ def _refuse(settings: TitanSettings, config: BalancerConfig) -> None:
     refused = [str(one) for one in refusals(settings)]
     if config.replica_slots:
         refused += [f"replica_slots={config.replica_slots} with {one}" for one in refusals(settings, True)]
-    if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=True) != DispatchConfig():
-        refused.append(
-            f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "
-            "leave dispatch out"
-        )
     if config.initial_placement is not None:
         refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
     if refused:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
@@ -126,7 +124,6 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         saves_itself="Transformers (save_pretrained, its Trainer, torch.distributed.checkpoint)",
         ranks=ranks.pop(),
         dispatches=True,
-        refuses=_refusal,
         notes=sums_of_gradients(replicas_of(given)),
     )
 
@@ -150,17 +147,6 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
     shards = of_rank // local(next(iter(parameters.values()))).shape[0]
     # The library divides an expert's gradient by the number of batches itself.
     return layer, Ranks(ep=ranks, gradient_divisor=1, divided_rows=shards)
-
-
-def _refusal(config: BalancerConfig) -> str:
-    if config.replica_slots:
-        return (
-            f"replica_slots={config.replica_slots}: the exchange of Transformers' expert parallelism knows one place "
-            "for an expert; set replica_slots=0, or load the model without ep_size"
-        )
-    if replace(config.dispatch, kernels=True) != DispatchConfig():
-        return "dispatch with Transformers' expert parallelism: its own exchange sends tokens; leave dispatch out"
-    return ""
 
 
 def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) -> None:
