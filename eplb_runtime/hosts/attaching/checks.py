@@ -179,8 +179,8 @@ def _of_models(
     if len({spread_of(layer.experts) for layer in layers}) > 1:
         yield "some MoE layers were spread by shard_experts and others were not: build the model again"
     for stage in stages:
-        if stage.host.dispatches and config.replica_slots:
-            yield "replica_slots: the framework's own dispatcher knows one place for an expert; set replica_slots=0"
+        if stage.host.dispatches and (slots := config.replica_slots):
+            yield f"replica_slots={slots}: the framework's own dispatcher knows one place for an expert; set it to 0"
         if stage.host.dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
             yield "dispatch: the framework's own dispatcher sends tokens; leave dispatch out"
         if refused := stage.host.refuses(config):
