@@ -258,7 +258,7 @@ def test_peft_saves_loads_and_disables_them(tmp_path: Path) -> None:
         assert "'default' is on the experts of" in deleting and "low_cpu_mem_usage=True" in loading
         assert found["after refusals"][0] == pytest.approx(found["after refusals"][1], **close)
         assert merging == unloading == here and "merge_and_unload in a process of its own" in merging
-        assert "'second'" in another and "was added after attach" in another
+        assert "was added after attach" in another
         assert "its own save_pretrained" in exported
         assert all("\n" not in line for line in found["refused"])
     one, other = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("static", "moved"))

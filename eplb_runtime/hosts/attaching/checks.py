@@ -46,7 +46,8 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     if len(devices) > 1:
         raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
     device = devices.pop() if devices else torch.device("cpu")
-    if any(has_meta(stage.model) for stage in stages):
+    buffers = [buffer for stage in stages for _, buffer in stage.model.named_buffers()]
+    if any(one.is_meta for one in (*buffers, *(p for stage in stages for p in stage.model.parameters()))):
         if given is None or given.type == "meta":
             raise AttachError(
                 "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
@@ -58,10 +59,6 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
             f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out"
         )
     return device
-
-
-def has_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*model.parameters(), *(buffer for _, buffer in model.named_buffers())])
 
 
 def check(
@@ -78,10 +75,11 @@ def check(
     problem = "; also, ".join(_problems(stages, optimizers, config, groups, device))
     if not problem:
         try:
-            given = _given_placement(config)
+            if (path := config.initial_placement) is not None:
+                given = path if isinstance(path, Placement) else Placement.load(path)
             facts = _facts(stages, optimizers, config, job, "" if given is None else given.digest())
-        except AttachError as error:
-            problem = str(error)
+        except (AttachError, PlacementError) as error:
+            problem = f"initial_placement: {error}" if isinstance(error, PlacementError) else str(error)
     before = spread_of(layers[0].experts) if layers else None
     digests = [xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
     mine = (problem, digests, layers[0].num_experts if layers else 0, before is not None)
@@ -373,14 +371,6 @@ def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimiz
             )
         found += [str(optimizer.ranges_of(layer.parameter(name))) for layer in layers for name in layer.parameters]
     return " ".join(found)
-
-
-def _given_placement(config: BalancerConfig) -> Placement | None:
-    given = config.initial_placement
-    try:
-        return given if given is None or isinstance(given, Placement) else Placement.load(given)
-    except PlacementError as error:
-        raise AttachError(f"initial_placement: {error}") from None
 
 
 def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Placement | None) -> Placement:

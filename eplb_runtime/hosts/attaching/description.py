@@ -40,6 +40,15 @@ class AttachError(ValueError):
     """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
 
 
+def refusing(line: str) -> Callable[..., Any]:
+    """Return what takes the place of a method that cannot be called any more: it raises AttachError."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AttachError(line)
+
+    return refuse
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """One MoE layer as its host describes it.

@@ -9,8 +9,7 @@ batch: it counts nowhere, and no token travels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -170,7 +169,9 @@ def _live_settings(
     optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
 ) -> TitanSettings:
     blocks = [block for part in model_parts for block in part.modules()]
-    dispatchers, dims = _dispatchers(trainer_config), parallel_dims
+    # Of the whole model, also where this rank's stages have none.
+    traversed = trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)
+    dispatchers, dims = [one for _, one, _, _ in traversed], parallel_dims
     return TitanSettings(
         top_k=dispatchers[0].top_k if dispatchers else 0,
         expert_parallel_degree=dims.ep,
@@ -180,19 +181,9 @@ def _live_settings(
         expert_data_parallel_size=max(dims.world_size // (dims.pp * dims.ep), 1),
         moe_comm_backend=backend_of(dispatchers),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        compiled=any(map(_is_compiled, blocks)),
+        compiled=any(one._compiled_call_impl is not None and any(True for _ in routed_experts(one)) for one in blocks),
         optimizers=tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
     )
-
-
-def _dispatchers(trainer_config: Any) -> list[Any]:
-    """Configs of the whole model's token dispatchers, also where this rank's stages have none."""
-    return [one for _, one, _, _ in trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
-
-
-def _is_compiled(block: nn.Module) -> bool:
-    """Return whether torchtitan has compiled a block that has routed experts."""
-    return block._compiled_call_impl is not None and any(True for _ in routed_experts(block))
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
@@ -288,26 +279,21 @@ def _schedule_of(model_parts: Sequence[nn.Module]) -> pipelining.Schedule:
 
 
 def _without_tokens(own: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    @wraps(own)
-    def without_tokens(*args: Any, **options: Any) -> Any:
-        with _only_shapes(model):
-            return own(*args, **options)
-
-    return without_tokens
-
-
-@contextmanager
-def _only_shapes(model: nn.Module) -> Iterator[None]:
-    """Inside, routed experts give back what they get, and torchtitan's counters of tokens end as they were."""
+    """In it, routed experts give back what they get, and torchtitan's counters of tokens end as they were."""
     experts = [module for module in model.modules() if isinstance(module, BalancedRoutedExperts)]
     counters = [module.tokens_per_expert_E for module in model.modules() if isinstance(module, MoE)]
-    before = [counter.clone() for counter in counters]
-    for routed in experts:
-        routed.only_shapes = True
-    try:
-        yield
-    finally:
+
+    @wraps(own)
+    def without_tokens(*args: Any, **options: Any) -> Any:
+        before = [counter.clone() for counter in counters]
         for routed in experts:
-            routed.only_shapes = False
-        for counter, was in zip(counters, before, strict=True):
-            counter.copy_(was)
+            routed.only_shapes = True
+        try:
+            return own(*args, **options)
+        finally:
+            for routed in experts:
+                routed.only_shapes = False
+            for counter, was in zip(counters, before, strict=True):
+                counter.copy_(was)
+
+    return without_tokens

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.state import JointAccess, LogicalView
 from ...checkpoint.stream import TensorList, brought
 from ...checkpoint.weights import TensorSpec, as_named
-from ..attaching.description import AttachError, MoELayer, spread_of
+from ..attaching.description import AttachError, MoELayer, refusing, spread_of
 
 MERGE = (
     "experts are spread over ranks: to get a whole model, save_pretrained (on every rank) and merge_and_unload in a "
@@ -216,20 +216,15 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) 
     for layer, adapted in layers:
         for one in adapted.low_rank:
             _load_by_expert(model, layer, adapted, one)
-            object.__setattr__(one.wrapper, "update_layer", partial(_refuse_another, layer.name))
+            late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
+            object.__setattr__(one.wrapper, "update_layer", refusing(late))
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
             for name in ("_unload_and_optionally_merge", "merge_adapter"):
-                object.__setattr__(module, name, _refuse_merge)
+                object.__setattr__(module, name, refusing(MERGE))
             delete: Any = module.delete_adapter
             object.__setattr__(module, "delete_adapter", partial(_refuse_deleted, layers, delete))
     _save_together(model, layers)
-
-
-def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
-    raise AttachError(
-        f"adapter {adapter!r} on the experts of {name} was added after attach: add it before, and attach then"
-    )
 
 
 def _refuse_deleted(
@@ -242,10 +237,6 @@ def _refuse_deleted(
                 "(disable_adapter()), or delete it in a model that was not attached"
             )
     own(adapter_name)
-
-
-def _refuse_merge(*_: Any, **__: Any) -> None:
-    raise AttachError(MERGE)
 
 
 def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, one: LowRank) -> None:

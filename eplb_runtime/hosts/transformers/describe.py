@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...moe.layer import ExpertParallelLayer
-from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
+from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, refusing, spread_of
 from ..attaching.expert_spans import mark_calls
 from . import weights as folders
 from .adapters import (
@@ -32,6 +32,12 @@ from .adapters import (
 )
 from .compute import RowCompute
 from .naming import weights
+
+_PART = (
+    "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
+    "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
+)
+"""Of PEFT's base, adapters merged or not."""
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -145,7 +151,7 @@ def _save_together(
     """``save_pretrained`` of an attached model writes all of it, from all ranks."""
     for inner in model.modules():
         if inner is not model and isinstance(inner, PreTrainedModel):
-            object.__setattr__(inner, "save_pretrained", _refuse_part)
+            object.__setattr__(inner, "save_pretrained", refusing(_PART))
     if adapted:
         follow(model, adapted)
         return
@@ -168,14 +174,6 @@ def _save_together(
         export_pretrained(model, save_directory, **options)
 
     object.__setattr__(model, "save_pretrained", save_pretrained)
-
-
-def _refuse_part(*_: Any, **__: Any) -> None:
-    """In the place of ``save_pretrained`` of a model inside an attached one (PEFT's base, adapters merged or not)."""
-    raise AttachError(
-        "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
-        "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
-    )
 
 
 class _Mask(threading.local):
