@@ -24,7 +24,7 @@ from ...distributed.consensus import barrier
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
-from .state_hooks import Homes, LogicalOrder, mark_optimizer, order_optimizer
+from .state_hooks import Homes, mark_optimizer, order_optimizer
 
 
 def why_shared(optimizer: torch.optim.Optimizer) -> str:
@@ -136,7 +136,7 @@ class Optimizers(LoopHooks):
                 self._contained.append(optimizer)
                 self._balancer.tensors.train(optimizer, {})
                 if self._balancer.runtime.job.divided_rows:  # the framework saves it
-                    order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
+                    order_optimizer(optimizer, self._experts, self._balancer)
         if container is not None:
             number = len(self._known)
             self._known.append(container)
@@ -160,7 +160,7 @@ class Optimizers(LoopHooks):
         self._balancer.closing.callback(after.remove)
         before = optimizer.register_step_pre_hook(self._before_step)
         if self._balancer.runtime.job.divided_rows:  # the framework saves it
-            marks = order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
+            marks = order_optimizer(optimizer, self._experts, self._balancer)
         else:
             refuse = partial(refuse_on_all, self._balancer, "load_state_dict of the optimizer")
             marks = mark_optimizer(optimizer, self._experts, self._homes_of, refuse)

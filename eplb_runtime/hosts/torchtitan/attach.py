@@ -29,7 +29,7 @@ from .. import _all_can_attach, pipelining
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..attaching.state_hooks import LogicalOrder, keep_order, synchronize_state
+from ..attaching.state_hooks import keep_logical_order
 from ..refusals import NOT_RUN
 from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import (
@@ -132,11 +132,8 @@ def _build(
     )
     if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
         logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
-    order = LogicalOrder(balancer)
-    for layer in (layer for stage in stages for layer in stage.host.layers):
-        keep_order(layer, order, same_tensors=True)
-    for part in model_parts:
-        synchronize_state(part, order)
+    for stage in stages:
+        keep_logical_order(stage.model, stage.host.layers, balancer, same_tensors=True)
     if parallel_dims.pp_enabled:
         _accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)

@@ -25,7 +25,7 @@ from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
 from ..attaching.expert_spans import call_begins, call_ends
-from ..attaching.state_hooks import LogicalOrder, keep_order, synchronize_state
+from ..attaching.state_hooks import keep_logical_order
 from ..module import StableSort
 from ..refusals import sums_of_gradients
 from .settings import refusals, replicas_of
@@ -151,10 +151,7 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
 
 def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) -> None:
     """Let what the library saves, loads and clips have experts in logical order."""
-    order = LogicalOrder(balancer)
-    for layer in layers:
-        keep_order(layer, order)
-    synchronize_state(model, order)
+    keep_logical_order(model, layers, balancer)
     with suppress(ImportError):
         from transformers import trainer  # also for one that is imported after attach
 
