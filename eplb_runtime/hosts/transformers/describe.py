@@ -25,10 +25,9 @@ from . import weights as folders
 from .adapters import (
     AdaptedExperts,
     adapted_experts,
+    detached_state,
     follow,
     peft_model,
-    read_without_warning,
-    save_without_warning,
 )
 from .compute import RowCompute
 from .naming import weights
@@ -158,7 +157,7 @@ def _save_together(
     if not isinstance(model, PreTrainedModel):
         # PEFT's folders hold adapters, which are whole on every rank.
         if (found := peft_model(model)) is not None:
-            save_without_warning(found[1])
+            object.__setattr__(found[1], "save_pretrained", partial(_save_adapters, found[1], found[1].save_pretrained))
         return
     own = model.save_pretrained
 
@@ -167,13 +166,17 @@ def _save_together(
         from ...checkpoint import export_pretrained
 
         if getattr(model, "_hf_peft_config_loaded", False):
-            with read_without_warning(model):
-                own(save_directory, is_main_process=is_main_process, **options)  # type: ignore[operator]
+            _save_adapters(model, own, save_directory, is_main_process=is_main_process, **options)
             return
         barrier("save_pretrained of an attached model")
         export_pretrained(model, save_directory, **options)
 
     object.__setattr__(model, "save_pretrained", save_pretrained)
+
+
+def _save_adapters(model: nn.Module, own: Any, *arguments: Any, **options: Any) -> None:
+    """Call a library's ``save_pretrained``, which writes adapters alone, without a warning of what is no whole."""
+    own(*arguments, **{**options, "state_dict": options.get("state_dict") or detached_state(model.state_dict)})
 
 
 class _Mask(threading.local):
