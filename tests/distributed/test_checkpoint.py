@@ -31,7 +31,7 @@ import eplb_runtime as eplb
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint import LogicalState
 from eplb_runtime.events import RebalanceAborted
-from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.policies import shuffled
 
 EXPERTS = 8
 PARTS = 4
@@ -217,6 +217,7 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("Adagrad, replicas", "sum")])
 def test_the_library_reads_what_each_rank_has_written_a_share_of(name: str, key: str, saved_by: Saved) -> None:
     folders, results = saved_by(4)
@@ -249,6 +250,7 @@ def plain_load(folder: str) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
+@pytest.mark.long
 def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_experts(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
@@ -275,6 +277,7 @@ def wrapped(rank: int) -> None:
     assert differing(eplb.logical_state_dict(plain), eplb.logical_state_dict(torch.compile(plain))) == []
 
 
+@pytest.mark.long
 def test_wrappers_are_looked_through() -> None:
     run_ranks(2, wrapped)
 
@@ -333,6 +336,7 @@ def save_asynchronously(rank: int, folder: Path) -> State:
     return state
 
 
+@pytest.mark.long
 def test_a_commit_during_an_asynchronous_save_by_dcp_does_not_tear_it(tmp_path: Path) -> None:
     state, _ = run_ranks(2, save_asynchronously, tmp_path)
     assert differing(state, loaded_alone(tmp_path)) == []

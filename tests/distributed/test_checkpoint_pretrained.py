@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import FAMILIES, batch_of, make_model
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 
 import eplb_runtime as eplb
+
+pytestmark = pytest.mark.long
 
 
 def attach(model: nn.Module, optimizer: Any = None, replica_slots: int = 0, device: str | None = None) -> eplb.Balancer:

@@ -25,6 +25,8 @@ from eplb_runtime.events import LoadMeasured, RebalanceAborted
 from eplb_runtime.hosts.attaching import attach
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
 
+pytestmark = pytest.mark.long
+
 POSITIONS, EP, MICRO_BATCHES = 2, 2, 4
 
 

@@ -156,6 +156,7 @@ def cycles(rank: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_nothing_is_held_while_suspended_nor_grows_over_cycles() -> None:
     for found in run_ranks(2, cycles):
         nbytes, threads, descriptors = zip(*found, strict=True)
@@ -244,6 +245,7 @@ def late(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", [alone, late])
 def test_a_rank_that_suspends_or_resumes_alone_hears_of_it(job: Any) -> None:
     run_ranks(2, job)
@@ -278,6 +280,7 @@ def without_memory(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_gets_no_memory_keeps_all_from_moving_until_it_does() -> None:
     run_ranks(2, without_memory)
 
@@ -318,6 +321,7 @@ def closed_while_freed(rank: int) -> None:
     step(model, optimizer, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", [closed, closed_while_freed])
 def test_a_model_that_is_closed_while_suspended_computes_once_its_weights_are_there(job: Any) -> None:
     run_ranks(2, job)

@@ -332,10 +332,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
             [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
             shards.replaced,
         ),
-        kernels=kernels,
         divisors=divisors,
         barrier=_barrier(list(job.ranks), config.timeout_seconds),
-        dispatcher=dispatcher,
     )
 
 

@@ -104,39 +104,31 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
 
 def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put: Put) -> None:
     """Let a distributed optimizer save and load no state by place once experts have moved."""
-    own = leaf.sharded_state_dict
 
-    def sharded_state_dict(
+    def sharding(
         model_sharded_state_dict: Any,
         is_loading: bool = False,
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
-    ) -> Any:
-        way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
-        if way in BUCKETS and has_moved():
-            raise RuntimeError(_by_place(way))
-        return own(model_sharded_state_dict, is_loading, sharding_type, metadata)
+    ) -> str:
+        way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "")
+        return way if way in BUCKETS else ""
 
-    put(leaf, "sharded_state_dict", sharded_state_dict)
+    def refusing(own: Callable[..., Any], way_of: Callable[..., str]) -> Callable[..., Any]:
+        def by_place(*args: Any, **kwargs: Any) -> Any:
+            if (way := way_of(*args, **kwargs)) and has_moved():
+                raise RuntimeError(
+                    f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have "
+                    "moved: use sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
+                )
+            return own(*args, **kwargs)
+
+        return by_place
+
+    put(leaf, "sharded_state_dict", refusing(leaf.sharded_state_dict, sharding))
     for thing in {id(one): one for one in (optimizer, leaf)}.values():
         for name in ("save_parameter_state", "load_parameter_state"):
-            put(thing, name, _refusing(getattr(thing, name), name, has_moved))
-
-
-def _refusing(own: Callable[..., Any], name: str, has_moved: Callable[[], bool]) -> Callable[..., Any]:
-    def by_place(*args: Any, **kwargs: Any) -> Any:
-        if has_moved():
-            raise RuntimeError(_by_place(name))
-        return own(*args, **kwargs)
-
-    return by_place
-
-
-def _by_place(way: str) -> str:
-    return (
-        f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have moved: use "
-        "sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
-    )
+            put(thing, name, refusing(getattr(thing, name), lambda *_, name=name, **__: name))
 
 
 # -- tensors under the names of the modules, layers and experts numbered over all ranks --------------------------------

@@ -129,15 +129,15 @@ class LowLatency:
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
         """Return the rows of `Dispatcher.dispatch`, of what is not refused. One host sync, for their numbers."""
         width = hidden_TD.shape[1]
-        with self._channels.shared("low latency"):
+        with self._channels.launching(), self._channels.shared("low latency"):
             rows, counts_S, handle, *_ = self._buffer(width).low_latency_dispatch(
                 hidden_TD.contiguous(), slots_TK, self.most_tokens, self._num_experts, use_fp8=self._in_float8
             )
         counts = counts_S.tolist()
         index_M = self._in_order(*handle[:2])[: sum(counts)]
         flat = (rows[0].flatten(0, 1), rows[1].flatten(0, 1)) if self._in_float8 else rows.flatten(0, 1)
-        rows_MD, known_S = wire_format.unpack(flat, index_M, width), SlotCounts.of(counts, hidden_TD.device)
-        layout = LowLatencyLayout(handle, slots_TK, index_M)
+        layout, known_S = LowLatencyLayout(handle, slots_TK, index_M), SlotCounts.of(counts, hidden_TD.device)
+        rows_MD = wire_format.unpack(flat, index_M, width)
         return Dispatched(rows_MD, known_S, None, weights_TK.detach(), hidden_TD.dtype, layout)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
@@ -148,7 +148,7 @@ class LowLatency:
         out_SND = out_MD.new_empty(self._slots, places, width, dtype=wire_format.WIRE_DTYPE)
         out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(wire_format.WIRE_DTYPE))
         weights_TK = dispatched.combine_weights.float().contiguous()
-        with self._channels.shared("low latency"):
+        with self._channels.launching(), self._channels.shared("low latency"):
             combined = self._buffer(width).low_latency_combine(out_SND, layout.slots_TK, weights_TK, layout.handle)
         result: Tensor = combined[0].to(dispatched.dtype)
         return result
@@ -179,7 +179,7 @@ class LowLatency:
 
 class DeepEPDispatcher(Dispatcher):
     """Dispatch and combine of bfloat16 for one EP group; physical slots are DeepEP's experts. A process keeps DeepEP's
-    buffers, so ``close`` frees nothing.
+    buffers.
 
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
@@ -228,17 +228,13 @@ class DeepEPDispatcher(Dispatcher):
         return SendLayout(slots_NW, top_k, sent, self._arriving(sent, counts))
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        if isinstance(metadata, SendLayout) and metadata.sent is None:
-            assert self._low_latency is not None
-            with self._channels.launching():
-                return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_NW)
+        if self._low_latency is not None and isinstance(metadata, SendLayout) and metadata.sent is None:
+            return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_NW)
         return super().dispatch(hidden_TD, weights_TK, metadata)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
-        if isinstance(dispatched.metadata, LowLatencyLayout):
-            assert self._low_latency is not None
-            with self._channels.launching():
-                return self._low_latency.combine(out_MD, dispatched)
+        if self._low_latency is not None and isinstance(dispatched.metadata, LowLatencyLayout):
+            return self._low_latency.combine(out_MD, dispatched)
         return super().combine(out_MD, dispatched)
 
     def dispatch_rows(
