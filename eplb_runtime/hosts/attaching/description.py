@@ -17,7 +17,7 @@ from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ...load.clock import ExpertClock
 from ...moe.experts.compute import Compute
-from ...moe.experts.optimizer_state import Ranges
+from ...moe.experts.optimizer_state import StateOwner
 
 if TYPE_CHECKING:
     from ...checkpoint.restore import PretrainedFolders
@@ -112,7 +112,7 @@ class MoELayer:
         return {name: self.parameter(name) for name in self.parameters}
 
 
-class HostOptimizer(Protocol):
+class HostOptimizer(StateOwner, Protocol):
     """An optimizer of the framework's own, which is no torch optimizer but steps with some inside."""
 
     @property
@@ -122,15 +122,6 @@ class HostOptimizer(Protocol):
     @property
     def inside(self) -> Sequence[torch.optim.Optimizer]:
         """Those that step experts."""
-
-    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """Return live state, as `moe.experts.optimizer_state.StateOwner` says."""
-
-    def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
-        """Likewise."""
-
-    def ranges_of(self, parameter: Tensor) -> Ranges:
-        """Likewise."""
 
     @property
     def divides_over(self) -> tuple[int, ...]:
