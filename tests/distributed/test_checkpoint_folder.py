@@ -32,7 +32,6 @@ from torch import nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError, disk
-from eplb_runtime.checkpoint import saving as own
 from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
@@ -198,13 +197,13 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
     states = [eplb.logical_state_dict(model, optimizer)]
-    begin, write = threading.Event(), own._write
+    begin, write = threading.Event(), disk._write
 
     def waiting(*args: Any) -> None:
         assert begin.wait(60)
         write(*args)
 
-    own._write = waiting
+    disk._write = waiting
     first = eplb.checkpoint.async_save(f"{folder}/0", model, optimizer)
     before = len(balancer.events.of_type(RebalanceCommitted))
     train(model, optimizer, range(3, 9), rank, 2)

@@ -44,7 +44,7 @@ def on_meta(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def count_reads() -> list[int]:
     """Bytes that this rank reads from files, from now on, a number for each read."""
-    from eplb_runtime.hosts.transformers import weights as transformers_weights
+    from eplb_runtime.hosts.transformers import folders
 
     reads: list[int] = []
 
@@ -70,7 +70,7 @@ def count_reads() -> list[int]:
         def get_slice(self, key: str) -> Slice:
             return Slice(self._file.get_slice(key))
 
-    transformers_weights.safe_open = Opened
+    folders.safe_open = Opened
     return reads
 
 

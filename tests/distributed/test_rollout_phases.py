@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +250,26 @@ def late(rank: int) -> None:
 @pytest.mark.parametrize("job", [alone, late])
 def test_a_rank_that_suspends_or_resumes_alone_hears_of_it(job: Any) -> None:
     run_ranks(2, job)
+
+
+def after_a_load(rank: int, folder: str) -> None:
+    """A step after a load is not among those at which a job notes state by itself, whose number is a power of two."""
+    model, optimizer, balancer = attached("between steps")
+    for number in range(4):
+        step(model, optimizer, number)
+    eplb.checkpoint.save(folder, model, optimizer)
+    balancer.close()
+    model, optimizer, balancer = attached("between steps")
+    eplb.checkpoint.load(folder, model, optimizer)
+    step(model, optimizer, 4)
+    balancer.suspend()
+    optimizer.state.clear()
+    assert "is not in the optimizer's state any more: load it first" in (said := said_by(balancer.resume)), said
+    balancer.close()
+
+
+def test_state_that_is_left_out_after_a_load_is_noticed(tmp_path: Path) -> None:
+    run_ranks(2, after_a_load, str(tmp_path))
 
 
 def without_memory(rank: int) -> None:

@@ -25,8 +25,7 @@ from torch import Tensor
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint.state import logical_state_dict
 from eplb_runtime.config import BalancerConfig, MigrationConfig
-from eplb_runtime.distributed.consensus import all_equal
-from eplb_runtime.distributed.points import Phase
+from eplb_runtime.distributed.consensus import Phase, all_equal
 from eplb_runtime.events import BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import attach
 from eplb_runtime.migration.engine import MigrationBroken

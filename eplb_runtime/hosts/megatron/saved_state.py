@@ -1,8 +1,9 @@
-"""Saved state of Megatron's experts and optimizers, in logical order wherever experts are.
+"""Saved state and exported weights of Megatron's experts and optimizers, in logical order wherever experts are.
 
 Distributed checkpoints name a rank's experts by their slots: what Megatron makes is taken as it is and renumbered, and
 optimizers take over the names of the parameters. Plain state goes by place: it says of which experts it is, or is not
-taken.
+taken. Exports have the names of modules, with layers numbered over all pipeline stages and experts over all ranks, as
+converters to other formats take them; Megatron counts both from 0 on each rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
@@ -22,8 +24,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor, nn
 
-from ...checkpoint.state import CheckpointError
-from ...checkpoint.weights import TensorSpec, Weight
+from ...checkpoint.state import CheckpointError, TensorSpec
+from ...checkpoint.stream import Weight, as_named
 from ...moe.experts.registry import MARK
 from ..attaching.description import MoELayer
 from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
@@ -32,6 +34,9 @@ BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_spa
 """Ways to save a distributed optimizer's state by where it lies in its buffers, which does not say whose it is."""
 Put = Callable[[Any, str, Callable[..., Any]], None]
 """Puts a method in the place of a thing's own."""
+_WRAPPERS = re.compile(r"^(?:module\.)*")
+"""Of Megatron's DistributedDataParallel and Float16Module."""
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 
 
 def save_by_logical_expert(module: Any, logical_of_slots: Callable[[], Tensor]) -> None:
@@ -104,39 +109,37 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
 
 def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put: Put) -> None:
     """Let a distributed optimizer save and load no state by place once experts have moved."""
+    own = leaf.sharded_state_dict
 
-    def sharding(
+    def refuse(way: str) -> None:
+        if has_moved():
+            raise RuntimeError(
+                f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have moved: "
+                "use sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
+            )
+
+    def sharded_state_dict(
         model_sharded_state_dict: Any,
         is_loading: bool = False,
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
-    ) -> str:
-        way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "")
-        return way if way in BUCKETS else ""
+    ) -> Any:
+        way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
+        if way in BUCKETS:
+            refuse(way)
+        return own(model_sharded_state_dict, is_loading, sharding_type, metadata)
 
-    def refusing(own: Callable[..., Any], way_of: Callable[..., str]) -> Callable[..., Any]:
-        def by_place(*args: Any, **kwargs: Any) -> Any:
-            if (way := way_of(*args, **kwargs)) and has_moved():
-                raise RuntimeError(
-                    f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have "
-                    "moved: use sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
-                )
-            return own(*args, **kwargs)
+    def by_place(way: str, by_megatron: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse(way)
+        return by_megatron(*args, **kwargs)
 
-        return by_place
-
-    put(leaf, "sharded_state_dict", refusing(leaf.sharded_state_dict, sharding))
+    put(leaf, "sharded_state_dict", sharded_state_dict)
     for thing in {id(one): one for one in (optimizer, leaf)}.values():
         for name in ("save_parameter_state", "load_parameter_state"):
-            put(thing, name, refusing(getattr(thing, name), lambda *_, name=name, **__: name))
+            put(thing, name, partial(by_place, name, getattr(thing, name)))
 
 
-# -- tensors under the names of the modules, layers and experts numbered over all ranks --------------------------------
-
-
-_WRAPPERS = re.compile(r"^(?:module\.)*")
-"""Of Megatron's DistributedDataParallel and Float16Module."""
-_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
+# -- exported weights --------------------------------------------------------------------------------------------------
 
 
 def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> list[Weight]:
@@ -174,14 +177,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _alone(name: str, tensor: Tensor) -> Weight:
-    return Weight(
-        (tensor,),
-        None,
-        {name: TensorSpec(tuple(tensor.shape), tensor.dtype)},
-        None,
-        lambda values: {name: values[0]},
-        shared=".word_embeddings." in name or ".position_embeddings." in name,  # the stages of MTP have them, too
-    )
+    shared = ".word_embeddings." in name or ".position_embeddings." in name  # the stages of MTP have them, too
+    return replace(as_named(name, tensor, None, TensorSpec(tuple(tensor.shape), tensor.dtype)), shared=shared)
 
 
 def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -> Weight:
@@ -189,11 +186,7 @@ def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -
     rows = tuple(layer.parameter(own) for own in names)
     spec = TensorSpec(tuple(rows[0].shape), rows[0].dtype)
     named = [name.replace("*", str(expert)) for expert in range(layer.num_experts)]
-
-    def convert(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        return {name: values[0]}
-
-    return Weight((rows,), number, dict.fromkeys(named, spec), {name: name}, convert)
+    return Weight((rows,), number, dict.fromkeys(named, spec), {name: name}, lambda values: {name: values[0]})
 
 
 def _global(model: Any, name: str) -> str:

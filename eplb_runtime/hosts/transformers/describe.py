@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ...moe.layer import ExpertParallelLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, refusing, spread_of
 from ..attaching.expert_spans import mark_calls
-from . import weights as folders
+from . import folders
 from .adapters import (
     AdaptedExperts,
     adapted_experts,
@@ -30,7 +30,7 @@ from .adapters import (
     peft_model,
 )
 from .compute import RowCompute
-from .naming import weights
+from .folders import weights
 
 _PART = (
     "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
