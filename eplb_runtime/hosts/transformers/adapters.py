@@ -57,12 +57,6 @@ class LowRank:
         return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
 
     @property
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """The two tensors, as they are now."""
-        a, b = self.linears
-        return a.get_parameter("weight"), b.get_parameter("weight")
-
-    @property
     def scaling(self) -> float:
         """PEFT's factor, also rank-stabilised."""
         return float(self.wrapper.scaling[self.adapter])
@@ -204,8 +198,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
             f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
             "target the experts' matrices alone"
         )
-    a, b = one.pair
-    if isinstance(a, DTensor) or isinstance(b, DTensor):
+    if any(isinstance(linear.weight, DTensor) for linear in one.linears):
         raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
     return one
 
