@@ -73,7 +73,6 @@ class Nixl(Windows):
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         super().__init__(group, backend, device, timeout_seconds)
-        self.one_by_one = device.type == "cpu"
         self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
         self._agent: Any = new_agent(self._name)
 
