@@ -5,7 +5,7 @@ every rank, and names the ranks that differ or have failed.
 
 `Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
 ranks. A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
-launcher's store, written by compare-and-set: the first word stands, and a rank that timed out writes "abort".
+launcher's store, written by compare-and-set: the first word counts, and a rank that timed out writes "abort".
 
 `TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
 without this rank's yes: until it has said that, it may refuse alone. From then on it is in doubt. It may propose a
@@ -76,8 +76,8 @@ def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: floa
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
-    """Return how long collectives of this group wait by now. Messages between two ranks must be told: by
-    themselves they wait for what was given when the group was made."""
+    """Return how long collectives of this group wait by now. Messages between two ranks need it as an argument: their
+    default is what the group was made with."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
