@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,7 +71,6 @@ def job_record(
         "format": FORMAT,
         "version": 1,
         "package": version,
-        "job": secrets.token_hex(8),
         "started": now,
         "layers": placement.num_layers,
         "experts": placement.num_experts,

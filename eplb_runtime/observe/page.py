@@ -71,7 +71,7 @@ def _hash(content: str) -> str:
 
 def view_of(state: RunState) -> dict[str, Any]:
     """Return what the page shows, JSON-able: matrices as base64 of little-endian int32 and float64, no NaN."""
-    with state.locked():
+    with state.lock:
         measured = state.measured
         if measured is not None:
             arrays = ("load", "rank_load", "imbalance", "imbalance_start")

@@ -133,7 +133,7 @@ class Shown:
 
     def balance(self) -> dict[str, float]:
         """Return how even the newest measured load was, by the field's names; empty before anything was measured."""
-        with self.state.locked():
+        with self.state.lock:
             return balance_of(self.state)
 
     def metrics(self) -> list[Metric]:
