@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.distributed import private_groups
+from eplb_runtime.distributed.process_groups import forget_group, make_group
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 
@@ -60,7 +60,7 @@ def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
     if backend != "nccl":
         return dist.new_group(backend=backend, timeout=timeout)
     ranks, store = list(range(RANKS)), dist.distributed_c10d._get_default_store()
-    return private_groups.make(store, name, ranks, rank, backend, timeout, "a test's")
+    return make_group(store, name, ranks, rank, backend, timeout, "a test's")
 
 
 def give_back(group: dist.ProcessGroup) -> None:
@@ -68,7 +68,7 @@ def give_back(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
         return
     group.abort()
-    private_groups.forget(group)
+    forget_group(group)
 
 
 def soon(seconds: float = TIMEOUT) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -138,7 +137,6 @@ class Balancer:
         self.closing = ExitStack()
         for end in (
             runtime.groups.close_balancing,
-            lambda: runtime.dispatcher.close(time.monotonic() + config.timeout_seconds),
             self.guard.end,
             self.close_listeners,
             self.rebalancer.close,

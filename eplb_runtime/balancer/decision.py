@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.consensus import Agreement, maxima
+from ..distributed.consensus import Agreement, Phase, Probe, maxima
 from ..distributed.control_channel import ConnectionLost
-from ..distributed.points import Phase, Probe
 from ..events import LoadMeasured, RebalancePlanned
 from ..load.clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..load.counter import HostCopy, aggregate

@@ -25,13 +25,8 @@ EXPORT_SECONDS = 120.0
 
 
 class TensorStream(Iterator[tuple[str, Tensor]]):
-    """Named tensors one after another, of which all ranks take all; as a context it ends with its block.
-
-    Attributes:
-        experts: MoE layer and logical expert of each tensor of experts, by name; None: all experts of the layer,
-            stacked.
-        num_experts: of each MoE layer.
-    """
+    """Named tensors one after another, of which all ranks take all; as a context it ends with its block. ``experts``:
+    MoE layer (of ``num_experts``) and logical expert of each tensor of experts, by name; None: all, stacked."""
 
     experts: Mapping[str, tuple[int, int | None]]
     num_experts: int
@@ -60,12 +55,8 @@ class WeightExport(Protocol):
 
 @contextmanager
 def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out.
-
-    Args:
-        barrier: returns when all ranks are here.
-        moved: follows a change of the placement.
-    """
+    """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out. ``barrier``
+    returns when all ranks are here; ``moved`` follows a change of the placement."""
     barrier()
     if rebalancer.drain():  # what is in flight would commit inside, also where nothing has to move
         moved()
@@ -93,11 +84,7 @@ def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved:
 
 
 def _go(rebalancer: Rebalancer, target: Placement, moved: Callable[[], None], what: str) -> None:
-    """Migrate, and say so.
-
-    Raises:
-        RuntimeError: the migration was dropped, or a part of it; the same on every rank.
-    """
+    """Migrate, and say so. Raises RuntimeError, on every rank: the migration was dropped, or a part of it."""
     if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
         return
     progress = rebalancer.move_to(target)

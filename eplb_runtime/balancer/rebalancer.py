@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.consensus import Verdict
+from ..distributed.consensus import Phase, Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
-from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned

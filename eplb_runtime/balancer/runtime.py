@@ -14,10 +14,8 @@ from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter
-from ..moe.dispatch.base import Dispatcher
 from ..moe.dispatch.channels import MicroBatchChannels
 from ..moe.experts.registry import ExpertTensors
-from ..moe.kernel_selection import Kernels
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..placement import Placement
 from ..replicas.sync import Maps
@@ -78,10 +76,8 @@ class Runtime:
             ``layers`` is empty.
         channels: channels on which this rank exchanges tokens.
         model_check: notices changes of the model that the balancer cannot follow.
-        kernels: the Triton and Numba kernels in use.
         divisors: of gradients of whole experts.
         barrier: of all ranks ahead of a collective call.
-        dispatcher: carries tokens; closed on all ranks together.
     """
 
     config: BalancerConfig
@@ -100,10 +96,8 @@ class Runtime:
     host_dispatches: bool
     channels: MicroBatchChannels
     model_check: ModelCheck
-    kernels: Kernels
     divisors: Divisors
     barrier: Barrier
-    dispatcher: Dispatcher
 
     @property
     def job(self) -> Job:

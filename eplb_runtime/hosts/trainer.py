@@ -21,7 +21,6 @@ from ..balancer.balancer import Balancer
 from ..balancer.gradients.scaler import GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
-from ..checkpoint.restore import restore_placement
 from ..checkpoint.state import CheckpointError, JointAccess, LogicalView
 from ..config import BalancerConfig
 from ..distributed.consensus import gather_rows
@@ -282,7 +281,7 @@ class BalancedTrainerMixin(_TrainerBase):
             if joint.folder_has(folder / OPTIMIZER_NAME):
                 self._load_plain_optimizer(folder)
             if joint.folder_has(folder / f"{STATE}.json"):
-                restore_placement(view, json.loads((folder / f"{STATE}.json").read_text()), True)
+                view.restore_placement(json.loads((folder / f"{STATE}.json").read_text()))
         if joint.folder_has(folder / SCHEDULER_NAME):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 

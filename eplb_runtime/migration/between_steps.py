@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 
-from ..distributed.consensus import Ballot
-from ..distributed.points import Phase
+from ..distributed.consensus import Ballot, Phase
 from ..placement import Placement
 from .engine import GetReady, MigrationEngine, layers_that_differ
 from .progress import MigrationProgress

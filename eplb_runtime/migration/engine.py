@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..distributed.consensus import Agreement, Ballot, InDoubt, State, Verdict
-from ..distributed.points import Phase, Probe, unobserved
+from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, State, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..moe.experts.record import RecordFormat
 from ..moe.experts.registry import ExpertTensors
@@ -249,7 +248,7 @@ class MigrationEngine:
         """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread; ``votes``:
         another thread of this rank takes part in the vote."""
         with self._broken_by_doubt():
-            return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
+            return self._agreement.refuse(ballot, verdict, votes=votes)
 
     def commit(self, posted: PostedRound, layer: int) -> None:
         """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed."""

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.consensus import Agreement, Ballot, Verdict
-from ..distributed.points import Phase
+from ..distributed.consensus import Agreement, Ballot, Phase, Verdict
 from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..distributed.consensus import Verdict
-from ..distributed.points import Phase
+from ..distributed.consensus import Phase, Verdict
 from ..events import RebalanceCommitted
 from ..placement import EMPTY, Placement
 

@@ -230,6 +230,7 @@ def export_with_other_names(rank: int, folder: Path) -> None:
             whole_model(Job()).save_pretrained(folder / "library" / how, max_shard_size="40KB")
 
 
+@pytest.mark.long
 def test_whatever_the_library_makes_of_a_model_is_written(tmp_path: Path) -> None:
     run_ranks(4, export_with_other_names, tmp_path)
     for how in HOWS:
@@ -295,6 +296,7 @@ def measure_all(rank: int, folder: Path) -> dict[str, Figures]:
     return {name: measured(job, call, folder / folders.get(name, name)) for name, (job, call, _) in BOUNDS.items()}
 
 
+@pytest.mark.long
 def test_each_call_holds_no_more_than_it_says(tmp_path: Path) -> None:
     whole_model(WHOLE).save_pretrained(tmp_path / "whole")
     for of_rank in run_ranks(4, measure_all, tmp_path):
@@ -326,6 +328,7 @@ def full_disk_on_rank_2(rank: int, folder: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_the_old_folder_stays(tmp_path: Path) -> None:
     said = run_ranks(4, full_disk_on_rank_2, tmp_path)
     assert "No space left" in said[2]

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import eplb_runtime as eplb
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 STEPS, EXPERTS, RANKS = 3, 8, 2

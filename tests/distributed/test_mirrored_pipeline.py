@@ -26,6 +26,8 @@ from eplb_runtime.hosts import pipelining
 from eplb_runtime.hosts.attaching import attach
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
 
+pytestmark = pytest.mark.long
+
 POSITIONS, EP, MICRO_BATCHES = 2, 2, 4
 
 

@@ -19,6 +19,8 @@ from ranks import run_ranks
 
 from eplb_runtime.events import BalancingPaused, RebalanceCommitted
 
+pytestmark = pytest.mark.long
+
 
 def until_here(job: Job) -> None:
     """Train until experts of some layers have arrived, and let their forwards wait for the vote."""

@@ -215,6 +215,7 @@ def test_what_would_go_wrong_is_refused_on_every_rank_in_one_line(results: list[
         assert [said for said in found["refused"] if said[0] not in said[1] or "\n" in said[1]] == []
 
 
+@pytest.mark.long
 def test_a_rank_that_takes_or_loads_state_alone_says_who_is_missing(results: list[dict[str, Any]]) -> None:
     taken, loaded = results[1]["only one"]
     assert "the state of the model" in taken and "the loading of the model's state" in loaded

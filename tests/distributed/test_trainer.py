@@ -298,6 +298,7 @@ def others(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(2, around, folder)
 
 
+@pytest.mark.long
 def test_the_best_model_is_loaded_at_the_end(others: list[dict[str, Any]], folder: Path) -> None:
     saved = AutoModelForCausalLM.from_pretrained(folder / "best" / "checkpoint-2").state_dict()
     assert not (folder / "best" / "checkpoint-4").exists()  # save_total_limit
@@ -307,6 +308,7 @@ def test_the_best_model_is_loaded_at_the_end(others: list[dict[str, Any]], folde
         assert found["before"] != pytest.approx(found["after"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_ranks_with_unequally_many_batches_evaluate_in_step(others: list[dict[str, Any]]) -> None:
     assert [found["lengths"] for found in others] == [2, 1]
     for found in others:

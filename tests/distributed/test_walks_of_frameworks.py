@@ -28,7 +28,7 @@ from torch import Tensor
 import eplb_runtime as eplb
 from eplb_runtime.moe.experts.registry import MARK
 
-pytestmark = needs_megatron
+pytestmark = [needs_megatron, pytest.mark.long]
 EXPERTS, RANKS = 8, 2
 STATE = dict[str, Tensor]
 walks = load_example("rl_weights")

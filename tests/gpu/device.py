@@ -14,8 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.transports import nixl
+from eplb_runtime.distributed.transports import nixl, symmetric
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 
 DEVICE = torch.device("cuda", 0)
@@ -49,7 +48,7 @@ def why_not(transport: str) -> str:
     """What a transport lacks here; empty: nothing that can be seen without starting it."""
     if transport == "nvshmem":
         return "" if util.find_spec("nvshmem") else "nvshmem4py is not installed"
-    return {"cuda_ipc": lambda: node_memory.why_not(DEVICE), "nixl": nixl.why_not}.get(transport, str)()
+    return {"cuda_ipc": lambda: symmetric.why_not(DEVICE), "nixl": nixl.why_not}.get(transport, str)()
 
 
 def on_gpu(rank: int) -> torch.device:

@@ -13,7 +13,7 @@ from device import DEVICE, NCCL, SHARED, different, no_host_sync, ranks_on_gpu, 
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.transports import symmetric
 from eplb_runtime.events import BalancingResumed
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
@@ -131,7 +131,7 @@ def refreshed(waits: bool, balancer: eplb.Balancer, step: int) -> bool:
 
 def test_training_by_copy_engines_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits() -> None:
     """Each rank has a copy of an expert of the other."""
-    if lacks := node_memory.why_not(DEVICE):
+    if lacks := symmetric.why_not(DEVICE):
         pytest.skip(lacks)
     usual: dict[str, Any] = {
         "replica_slots": 1,

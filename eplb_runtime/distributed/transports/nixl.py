@@ -11,7 +11,6 @@ import base64
 import contextlib
 import importlib
 import importlib.util
-import json
 import logging
 import os
 import secrets
@@ -26,9 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from ..consensus import gather_bytes
-from .base import TransportError
-from .progress import SideStream
+from .base import SideStream, TransportError
 from .windows import ARRIVED, GOODBYE, HALVES, KINDS, Window, Windows, piece_bytes_for
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -81,7 +78,7 @@ class Nixl(Windows):
         self._agent: Any = new_agent(self._name)
 
     def _open(self, deadline: float) -> Window:
-        ranks = self._group.size()
+        ranks = self._num_ranks
         piece_bytes = piece_bytes_for(2 * ranks)  # of what comes in, and as much for what goes out
         memory = torch.empty(2 * ranks * HALVES * piece_bytes, dtype=torch.uint8, device=self.device)
         try:
@@ -89,11 +86,10 @@ class Nixl(Windows):
         except Exception as error:
             raise TransportError(f"nixl cannot register {memory.numel()} bytes: {error}") from error
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        mine = json.dumps([self._name, metadata, memory.data_ptr(), max(0, memory.get_device())])
-        words = gather_bytes(mine.encode(), self._group, self._group_device, deadline)
+        said = self._gather([self._name, metadata, memory.data_ptr(), max(0, memory.get_device())], deadline)
         window = _AgentWindow(memory, self._rank, ranks, piece_bytes, self._stream, self._agent, handle)
         try:
-            for peer, (name, theirs, address, index) in enumerate(map(json.loads, words)):
+            for peer, (name, theirs, address, index) in enumerate(said):
                 if peer != self._rank:
                     self._agent.add_remote_agent(base64.b64decode(theirs))
                     window.add(peer, name, address, index)

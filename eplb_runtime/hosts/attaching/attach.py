@@ -29,15 +29,14 @@ from ...balancer.balancer import Balancer
 from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Barrier, Divisors, Runtime
-from ...checkpoint.stream import Exporter
-from ...checkpoint.weights import weights_of
+from ...checkpoint.stream import Exporter, weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
-from ...distributed.node_memory import NodeMemory, why_not
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports.base import Transport
+from ...distributed.transports.symmetric import NodeMemory, why_not
 from ...load.clock import ExpertClock
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
@@ -349,10 +348,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
             [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
             shards.replaced,
         ),
-        kernels=kernels,
         divisors=divisors,
         barrier=made.barrier,
-        dispatcher=dispatcher,
     )
 
 

@@ -20,8 +20,8 @@ from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import Ranges
 
 if TYPE_CHECKING:
-    from ...checkpoint.restore import PretrainedFolders
-    from ...checkpoint.weights import Weight
+    from ...checkpoint.state import PretrainedFolders
+    from ...checkpoint.stream import Weight
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]

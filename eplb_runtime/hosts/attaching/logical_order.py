@@ -21,6 +21,9 @@ from ...distributed.consensus import barrier
 from ...moe.experts.slices import local, rearranged
 from .description import MoELayer
 
+Convert = Callable[[int, Tensor, str], DTensor]
+"""`LogicalOrder.saved` or `.loaded`."""
+
 
 class StateError(RuntimeError):
     """State that cannot be brought into, or out of, logical order."""
@@ -53,6 +56,13 @@ class LogicalOrder:
         """Of what was saved in logical order: as experts stand here. Collective."""
         stand_E = self._balancer.placement.homes_LRH[layer].reshape(-1)
         return self._rearranged(tensor, np.arange(len(stand_E)), stand_E, name)
+
+    def in_order(self, state: Mapping[Any, Any], layer: int, name: str, convert: Convert) -> dict[Any, Any]:
+        """Convert an expert parameter's optimizer state. One number for all experts (Adam's step) stays as it is."""
+        return {
+            key: convert(layer, value, f"{name}{key}") if isinstance(value, Tensor) and value.numel() > 1 else value
+            for key, value in sorted(state.items())
+        }
 
     def _rearranged(self, tensor: Tensor, here_E: Any, wanted_E: Any, name: str) -> DTensor:
         rows = len(here_E) // len(self._balancer.runtime.job.row_ranks)
@@ -110,22 +120,14 @@ def order_optimizer(
 ) -> list[RemovableHandle]:
     """Let the state of an optimizer have experts in logical order; returns how to end it."""
 
-    def in_order(state: dict[str, Any], convert: Callable[[int, Tensor, str], DTensor]) -> dict[str, Any]:
+    def in_order(state: dict[str, Any], convert: Convert) -> dict[str, Any]:
         order.barrier("the state of the optimizer")
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         changed = dict(state["state"])
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, every, strict=True):
-            layer = order.layer_of(parameter)
-            if layer is None or number not in changed:
-                continue
-            # One number for all experts (Adam's step) stays as it is.
-            changed[number] = {
-                key: convert(layer, value, f"{names[id(parameter)]}/{key}")
-                if isinstance(value, Tensor) and value.numel() > 1
-                else value
-                for key, value in sorted(changed[number].items())
-            }
+            if (layer := order.layer_of(parameter)) is not None and number in changed:
+                changed[number] = order.in_order(changed[number], layer, f"{names[id(parameter)]}/", convert)
         return {**state, "state": changed}
 
     return [

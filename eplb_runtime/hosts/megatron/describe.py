@@ -23,8 +23,8 @@ from ..attaching.description import AttachError, HostModel, MoELayer, Spread, Wa
 from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
+from .saved_state import weights
 from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of
-from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 from torchtitan.config.override import derive
 
-from ..attaching.logical_order import LogicalOrder
+from ..attaching.logical_order import Convert, LogicalOrder
 
 
 class BalancedOptimizers(OptimizersContainer):
@@ -35,26 +32,16 @@ class BalancedOptimizers(OptimizersContainer):
             state_dict = self._in_order(state_dict, self.order.loaded)
         super().load_state_dict(state_dict)
 
-    def _in_order(self, state: dict[str, Any], convert: Callable[[int, Tensor, str], DTensor]) -> dict[str, Any]:
+    def _in_order(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
         assert self.order is not None
         self.order.barrier("the state of the optimizers")
         changed = dict(state)
-        for name, layer in self._experts(self.order):
-            # One number for all experts (Adam's step) stays as it is.
-            for key in sorted(key for key in state if key.startswith(f"state.{name}.")):
-                if isinstance(state[key], Tensor) and state[key].numel() > 1:
-                    changed[key] = convert(layer, state[key], key)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if (layer := self.order.layer_of(parameter)) is not None:
+                    of_parameter = {key: state[key] for key in state if key.startswith(f"state.{name}.")}
+                    changed |= self.order.in_order(of_parameter, layer, "", convert)
         return changed
-
-    def _experts(self, order: LogicalOrder) -> Sequence[tuple[str, int]]:
-        """Name and layer of the expert parameters that are trained, as the flat state names them."""
-        return [
-            (name, layer)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-            if (layer := order.layer_of(parameter)) is not None
-        ]
 
 
 @override(target=OptimizersContainer.Config, description="eplb_runtime: optimizer state in logical order", exact=True)

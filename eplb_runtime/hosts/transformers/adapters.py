@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.state import JointAccess, LogicalView
-from ...checkpoint.stream import TensorList, brought
-from ...checkpoint.weights import TensorSpec, as_named
+from ...checkpoint.state import JointAccess, LogicalView, TensorSpec
+from ...checkpoint.stream import TensorList, as_named, brought
 from ..attaching.description import AttachError, MoELayer, spread_of
 
 MERGE = (

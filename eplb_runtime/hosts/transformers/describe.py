@@ -31,7 +31,7 @@ from .adapters import (
     save_without_warning,
 )
 from .compute import RowCompute
-from .naming import weights
+from .folders import weights
 
 
 def describe(model: nn.Module) -> HostModel:
