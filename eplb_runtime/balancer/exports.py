@@ -6,6 +6,7 @@ Weights are exported by `checkpoint`, which the hosts' room hands to the balance
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..placement import Placement
 from ..utils.errors import one_line
+from .loop_state import LoopHooks
 from .rebalancer import Rebalancer
 
 logger = logging.getLogger("eplb_runtime")
@@ -41,6 +43,23 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close("" if error is None else f"its consumer failed: {one_line(error, with_type=True)}")
+
+
+class OpenStream(LoopHooks):
+    """The stream of weights that is open on this rank; it ends when the rank goes on to something else."""
+
+    stream: weakref.ref[TensorStream] | None = None
+
+    def end(self, what: str) -> None:
+        stream, self.stream = self.stream() if self.stream is not None else None, None
+        if stream is not None:
+            stream.close(f"it called {what} while its stream of weights was open")
+
+    def before_reduce(self) -> None:
+        self.end("optimizer.step()")
+
+    def on_step_end(self) -> None:
+        self.end("the end of a training step")
 
 
 class WeightExport(Protocol):

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..balancer.balancer import Balancer
-from ..balancer.gradients.scaler import GradScaler
+from ..balancer.balancer import Balancer, GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
 from ..checkpoint.state import CheckpointError, JointAccess, LogicalView

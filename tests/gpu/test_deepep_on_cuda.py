@@ -1,6 +1,4 @@
-"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one
-GPU is enough.
-"""
+"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one GPU is enough."""
 
 from __future__ import annotations
 

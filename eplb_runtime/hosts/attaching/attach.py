@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Barrier, Divisors, Runtime
+from ...balancer.runtime import Barrier, Divisors, ModelCheck, Runtime
 from ...checkpoint.stream import Exporter, weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure

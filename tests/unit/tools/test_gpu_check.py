@@ -82,7 +82,7 @@ def test_a_stage_that_the_end_of_a_call_cuts_runs_again_in_the_next(
 
 
 def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleType) -> None:
-    assert len({one.name for one in check.STAGES}) == len(check.STAGES) and sum(check.CALL_SECONDS) <= 30 * 60
+    assert len({one.name for one in check.STAGES}) == len(check.STAGES) and sum(check.CALL_SECONDS) <= 30 * 60 - 100
     for call, most in enumerate(check.CALL_SECONDS):
         assert sum(one.seconds for one in check.STAGES if one.call == call) <= most <= (570 if call else 300)
     for one in check.STAGES:
