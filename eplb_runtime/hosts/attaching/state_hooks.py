@@ -115,16 +115,9 @@ class _OfOneRank(Tensor):
 
 def warn_once_of_parts() -> Callable[[Homes], None]:
     """Return what says once that a state dict is of this rank alone: kept as a checkpoint, it would lose experts."""
-
-    @cache
-    def say(here: int, experts: int) -> None:
-        logger.warning(
-            "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole "
-            "use eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
-            here,
-            experts,
-        )
-
+    line = "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole use "
+    line += "eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank"
+    say = cache(lambda here, experts: logger.warning(line, here, experts))
     return lambda homes: say(len(homes.here), len(homes.order))
 
 
