@@ -344,6 +344,5 @@ def save_twice(rank: int, folder: str) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_one_line_and_nothing_is_changed(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    run_ranks(2, save_twice, folder)
-    run_ranks(2, refused, folder)
+    for call in (save_twice, refused):
+        run_ranks(2, call, str(tmp_path / "checkpoint"))
