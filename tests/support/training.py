@@ -27,7 +27,6 @@ OF_DISPATCH = {"dispatch": "name", "dispatch_dtype": "dtype", "dispatch_sms": "s
     own.name: own.name for own in fields(DispatchConfig) if own.name not in ("name", "dtype", "sms")
 }
 OF_MIGRATION = [own.name for own in fields(MigrationConfig)]
-NAMES = {own.name for own in fields(BalancerConfig)} - {"migration"} | {*OF_DISPATCH, *OF_MIGRATION}
 
 
 def config_from_settings(settings: Mapping[str, Any]) -> BalancerConfig:
