@@ -98,7 +98,7 @@ def test_no_bit_changes(trained: list[dict[str, list[Trace]]], name: str) -> Non
 def moved_in_several_ways(rank: int) -> list[list[Trace]]:
     """Between steps, beside them, and in slices by `fully_shard`; each after the same with experts that stay."""
     whole = job(steps=7, settings={"interval": 2})
-    sliced, run = replace(whole, sliced=True, steps=5), Run(rank, moved(whole)).attach(overlap=True)
+    sliced, run = replace(whole, sliced=True, steps=5, width=48), Run(rank, moved(whole)).attach(overlap=True)
     while len(run.balancer.events.of_type(RebalanceCommitted)) < 2:
         run.step()  # on a busy machine experts arrive some steps later
     beside = run.end()

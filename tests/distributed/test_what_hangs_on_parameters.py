@@ -11,7 +11,7 @@ from moe_models import batch_of
 from ranks import run_ranks
 from support.job import Job, Run
 from support.seen import digests, heard, said_by
-from test_rollout_phases import started
+from test_rollout_phases import attached, step
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
@@ -176,18 +176,19 @@ def cleared(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 def taken_out(rank: int) -> None:
     def trained(take: Take | None) -> dict[str, object]:
-        job = started(rank, "between steps", interval=None, lag=1, guard="off")
-        for _ in range(2):
-            job.step()
+        model, optimizer, balancer = attached("between steps", interval=None, guard="off")
+        losses = []
+        for number in range(2):
+            losses.append(step(model, optimizer, number))
             if take is not None:
-                back = take(job.optimizer)
-                assert not job.balancer.rebalance()
+                back = take(optimizer)
+                assert not balancer.rebalance()
                 back()
-        bits = {"losses": job.losses[:], **digests(job.state())}
+        bits = {"losses": losses, **digests(eplb.logical_state_dict(model, optimizer))}
         if take is not None:
-            job.step()
-            assert job.balancer.rebalance(), "it is there again"
-        job.balancer.close()
+            step(model, optimizer, 2)
+            assert balancer.rebalance(), "it is there again"
+        balancer.close()
         return bits
 
     static = trained(None)
