@@ -180,7 +180,7 @@ class Exchange:
         within: transfers between slots of this rank.
         copied: pieces that stay on this rank, read before anything is written.
         pending: all messages in flight.
-        incoming: the received ones of them.
+        incoming: experts among them.
         arrived_checksums: of experts that have arrived, in the order of ``staged``.
         sent_checksums: checksums that each rank computed before it sent its experts.
     """
@@ -325,19 +325,16 @@ class RoundExecutor:
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
         """Begin to exchange the experts of a round."""
         own = list(self._own(round_, records))
-        receives = self._expect(own, records, exchange)
+        receives, checksums = self._expect(own, records, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)
-        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
+        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it, which are computed
+        # while experts travel.
         for shipment in own:
             if shipment.leaves is not None and shipment.arrives is None:
                 departing[shipment.destination].append(self._departing(shipment.destination, shipment.leaves))
         sends = [message for experts in departing.values() for expert in experts for message in expert]
-        if self._transport.one_by_one:
-            exchange.incoming = self._add(exchange, [], receives)
-            self._add(exchange, sends, [])
-            self._add(exchange, self._checksums(departing), [])  # computed while experts travel
-        else:
-            exchange.incoming = self._add(exchange, [*sends, *self._checksums(departing)], receives)
+        exchange.incoming = self._add(exchange, sends, receives)
+        self._add(exchange, self._checksums(departing), checksums)
 
     def arrived(self, exchange: Exchange) -> list[Staged]:
         """Records that have arrived and are not hashed yet, in order."""
@@ -407,8 +404,11 @@ class RoundExecutor:
             if any(record is not None and record.shards for record in (leaves, arrives)):
                 yield Shipment(transfer, source, destination, leaves, arrives)
 
-    def _expect(self, own: Sequence[Shipment], records: Records, exchange: Exchange) -> list[Message]:
-        """Messages of the experts that arrive here. Notes the moves within the rank, and reads pieces of them."""
+    def _expect(
+        self, own: Sequence[Shipment], records: Records, exchange: Exchange
+    ) -> tuple[list[Message], list[Message]]:
+        """Return messages of the experts that arrive here, and of their checksums. Notes the moves within the rank, and
+        reads pieces of them."""
         receives: list[Message] = []
         for transfer, source, _, leaves, target in own:
             if target is None:
@@ -425,10 +425,8 @@ class RoundExecutor:
             receives += [Message(source, part) for part in messages]
             exchange.staged.append(Staged(transfer, source, record, target, messages, len(receives) - 1))
         for peer, experts in Counter(s.source for s in exchange.staged).items():
-            sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
-            exchange.sent_checksums[peer] = sums
-            receives.append(Message(peer, sums))
-        return receives
+            exchange.sent_checksums[peer] = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
+        return receives, [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()]
 
     def _departing(self, peer: int, record: Record) -> list[Message]:
         """Messages of one expert that leaves."""
