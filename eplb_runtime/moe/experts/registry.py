@@ -95,7 +95,7 @@ class ExpertTensor:
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """The tensors that its rows lie in."""
-        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
+        return _parts(self.tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,6 +113,10 @@ class ExpertTensor:
     @property
     def row_bytes(self) -> int:
         return self.row_shape.numel() * self.dtype.itemsize
+
+
+def _parts(rows: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return rows if isinstance(rows, tuple) else (rows,)
 
 
 def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
@@ -157,22 +161,17 @@ class ExpertTensors:
     def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:
         """Register a tensor ``[E/R, ...]`` of a layer, or one for each of its home slots; RegistryError: wrong rows, or
         the name is taken."""
+        entry, experts = ExpertTensor(name, tensor, kind), f"the {self.homes_per_rank} experts of this rank"
+        shapes = [list(local(part).shape) for part in entry.memory]
         if isinstance(tensor, tuple):
             if len(tensor) != self.homes_per_rank or len({(row.shape, row.dtype) for row in tensor}) > 1:
-                raise RegistryError(
-                    f"layer {layer}: {name} has tensors {[list(row.shape) for row in tensor]}; there must be equal "
-                    f"ones for the {self.homes_per_rank} experts of this rank"
-                )
-        elif tensor.ndim == 0 or local(tensor).shape[0] != self.homes_per_rank:
-            raise RegistryError(
-                f"layer {layer}: {name} has shape {tuple(local(tensor).shape)}; its first dimension must be the "
-                f"{self.homes_per_rank} experts of this rank"
-            )
-        if any(entry.name == name for entry in self._layers[layer]):
+                raise RegistryError(f"layer {layer}: {name} has tensors {shapes}; give equal ones for {experts}")
+        elif shapes[0][:1] != [self.homes_per_rank]:
+            raise RegistryError(f"layer {layer}: {name} has shape {shapes[0]}; its first dimension must be {experts}")
+        if any(other.name == name for other in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")
-        memory = tensor if isinstance(tensor, tuple) else (tensor,)
-        self._layers[layer].append(ExpertTensor(name, tensor, kind))
-        self._memory[layer].add(name, *memory)
+        self._layers[layer].append(entry)
+        self._memory[layer].add(name, *entry.memory)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
         """The state of registered parameters lives in this optimizer, too."""
@@ -210,8 +209,10 @@ class ExpertTensors:
         for layer, of_layer in tensors.items():
             if missing := self._state_of_layers[layer] - _names_of_state(of_layer):
                 self._misses_state = True
-                said = f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first"
-                return f"{said}, or balancer.adopt(new, instead_of=old)"
+                return (
+                    f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first, or "
+                    "balancer.adopt(new, instead_of=old)"
+                )
         return ""
 
     def leave_gradients(self, layer: int) -> None:
@@ -250,10 +251,8 @@ class ExpertTensors:
                 del self._left_behind[parameter]
 
     def parameters(self, layer: int | None = None) -> list[Tensor]:
-        layers = self._layers if layer is None else [self._layers[layer]]
-        return [
-            tensor for entries in layers for entry in entries if entry.kind == "parameter" for tensor in entry.memory
-        ]
+        layers = range(self.num_layers) if layer is None else [layer]
+        return [part for one in layers for rows in self.by_expert(one) for part in _parts(rows)]
 
     def by_expert(self, layer: int) -> list[Tensor | tuple[Tensor, ...]]:
         """The parameters of a layer, each ``[E/R, ...]`` or a tensor for each slot."""
@@ -325,26 +324,24 @@ class ExpertTensors:
             tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
         for optimizer, of_each in zip(self._optimizers, copies, strict=True):
             for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
-                part: Part = "row"
-                if ranges:
-                    part = "number" if all(one.ndim == 0 for one in state if one.numel()) else "range"
+                is_number = all(one.ndim == 0 for one in state if one.numel())
+                part: Part = "row" if not ranges else "number" if is_number else "range"
                 if part == "range" and not all(one.ndim == 1 for one in state):
                     raise OptimizerStateError(
                         f"an optimizer keeps {key!r} of {name} in shapes {[list(one.shape) for one in state]}: flat "
                         "ranges of experts are expected"
                     )
-                others = of_each.get(key, ())
-                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, ranges, part))
+                copied = of_each.get(key, ())
+                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", copied, ranges, part))
         return tensors
 
 
 def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors that belong to expert parameters, by the parameter's name; the very memory, not copies.
+    """Return the tensors that belong to expert parameters, by the parameter's name; the very memory, not copies.
 
     Args:
-        tensors: a module with parameters (or buffers) of the same names; a mapping by name; a sequence of tensors or
-            arrays, as many as all parameters, as those that are trained, or as those of experts, in their order; or
-            one vector of as many elements.
+        tensors: a module with parameters (or buffers) of the same names; a mapping by name; or as many tensors as there
+            are parameters, in their order.
         parameters: of the model, experts as they lie here, in the model's order.
         experts: the names of those of experts.
 
@@ -353,25 +350,25 @@ def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[st
     """
     if isinstance(tensors, nn.Module):
         tensors = {**dict(tensors.named_buffers()), **dict(tensors.named_parameters())}
-    if isinstance(tensors, Mapping):
-        plain = {_plain(name): value for name, value in tensors.items() if isinstance(name, str)}
-        found = {name: plain[_plain(name)] for name in experts if _plain(name) in plain}
-    else:
-        found = {name: one for name, one in _in_order(tensors, parameters, experts).items() if name in experts}
-    missing = next((name for name in experts if name not in found), None)
-    if missing is not None:
-        raise RegistryError(
-            f"nothing in it belongs to {missing}: give a module or a dict with the names of the model's parameters, a "
-            f"list in the order of model.parameters(), or a vector of them"
-        )
-    made = {name: _tensor(value) for name, value in found.items()}
-    for name, tensor in made.items():
+    elif isinstance(tensors, list | tuple) and len(tensors) == len(parameters):
+        tensors = dict(zip(parameters, tensors, strict=True))
+    by_name = tensors if isinstance(tensors, Mapping) else {}
+    plain = {_plain(name): value for name, value in by_name.items() if isinstance(name, str)}
+    found: dict[str, Tensor] = {}
+    for name in experts:
+        tensor = plain.get(_plain(name))
+        if not isinstance(tensor, Tensor):
+            raise RegistryError(
+                f"nothing in it belongs to {name}: give a module or a dict of tensors with the names of the model's "
+                f"parameters, or a list in the order of model.parameters()"
+            )
         if tensor.shape != parameters[name].shape:
             raise RegistryError(
                 f"what belongs to {name} has shape {tuple(tensor.shape)}, and this rank's experts have "
                 f"{tuple(parameters[name].shape)}: make it from the attached model's parameters"
             )
-    return made
+        found[name] = tensor.detach() if tensor.requires_grad else tensor
+    return found
 
 
 def arrays_in(thing: Any) -> Iterator[Any]:
@@ -389,29 +386,7 @@ def arrays_in(thing: Any) -> Iterator[Any]:
             yield from arrays_in(value)
 
 
-def _in_order(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Any]:
-    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    for names in (list(parameters), trained, list(experts)):
-        if isinstance(tensors, Tensor | np.ndarray):
-            sizes = [parameters[name].numel() for name in names]
-            if tensors.ndim == 1 and len(tensors) == sum(sizes):
-                parts = _tensor(tensors).split(sizes)
-                return {name: part.view_as(parameters[name]) for name, part in zip(names, parts, strict=True)}
-        elif isinstance(tensors, list | tuple) and len(tensors) == len(names):
-            return dict(zip(names, tensors, strict=True))
-    return {}
-
-
 def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "") if name.startswith(wrapper) else name.replace(f".{wrapper}", ".")
     return name
-
-
-def _tensor(value: Any) -> Tensor:
-    """An array's own memory."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if not isinstance(value, Tensor):
-        raise RegistryError(f"a {type(value).__name__} is no tensor")
-    return value.detach() if value.requires_grad else value

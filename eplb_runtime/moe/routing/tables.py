@@ -50,9 +50,7 @@ class SplitTables:
 
     def sum_by_rank(self, quota_LEC: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 ``[L, R]``: tokens of each rank, of those of each copy."""
-        rank_load_LR = np.zeros((len(quota_LEC), self.num_ranks), dtype=np.int64)
-        _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, rank_load_LR)
-        return rank_load_LR
+        return _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, self.num_ranks)
 
     @classmethod
     def of(cls, placement: Placement) -> SplitTables:
@@ -75,9 +73,10 @@ class SplitTables:
 
 @jit
 def _sum_by_rank(
-    quota_LEC: NDArray[np.int64], slot_LEC: NDArray[np.int32], slots_per_rank: int, rank_load_LR: NDArray[np.int64]
-) -> None:
+    quota_LEC: NDArray[np.int64], slot_LEC: NDArray[np.int32], slots_per_rank: int, ranks: int
+) -> NDArray[np.int64]:
     layers, experts, copies = slot_LEC.shape
+    rank_load_LR = np.zeros((layers, ranks), dtype=np.int64)
     for layer in range(layers):
         for expert in range(experts):
             for copy in range(copies):
@@ -85,6 +84,7 @@ def _sum_by_rank(
                 if slot < 0:
                     break
                 rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
+    return rank_load_LR
 
 
 def sweep_order(rank_EC: NDArray[np.int32], count_E: NDArray[np.int32]) -> NDArray[np.int32]:
