@@ -29,7 +29,7 @@ from torch.profiler import profile, schedule
 
 import eplb_runtime as eplb
 from eplb_runtime.events import Event, LoadMeasured, RebalanceAborted, RebalanceCommitted
-from eplb_runtime.observe.summary import summary_text
+from eplb_runtime.observe.metrics import summary_text
 
 SOURCE_BYTES = 4 << 20
 CLIP_NORM = 1.0

@@ -17,7 +17,7 @@ from eplb_runtime.events import (
     RebalanceCommitted,
     RebalancePlanned,
 )
-from eplb_runtime.observe.records import Record, job_record, record_of
+from eplb_runtime.observe.events_file import Record, job_record, record_of
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.evaluate import predicted_imbalance

@@ -32,7 +32,7 @@ from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.cost import crossing_seconds
 from ..planner.evaluate import predicted_imbalance
-from ..planner.track_record import JUDGED, TrackRecord
+from ..planner.gate import JUDGED, TrackRecord
 from ..utils.spans import phase
 from .guard import Guard, Sample
 from .planner_process import PlannerLost, PlannerProcess

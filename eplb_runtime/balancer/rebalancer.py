@@ -151,8 +151,8 @@ class Rebalancer(LoopHooks):
         """Begin a step's clock with its first forward in training where rollouts lie between steps."""
         self.refuse_if_broken()
         self.overlapped.forward_begins()
-        if trains and self._config.interval is None and self.clock.begin():
-            self._expert_clock.begin_anew()
+        if trains and self._config.interval is None and self.clock.begin() and self._expert_clock.on:
+            self._expert_clock.begin_step()
 
     def on_forward_end(self, layers: Collection[int]) -> None:
         self.overlapped.forward_ends(layers)

@@ -7,8 +7,7 @@ import textwrap
 from typing import Any
 
 from . import arguments as kinds
-from .arguments import LOAD, add_command, option
-from .inputs import read_job
+from .arguments import LOAD, add_command, option, read_job
 from .printing import COLUMNS, print_json, spinner
 
 EXAMPLES = """

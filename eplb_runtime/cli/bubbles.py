@@ -35,8 +35,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..tools.bubbles.playing import Times, follow
-    from ..tools.bubbles.tables import SCHEDULES, table_of
+    from ..tools.bubbles import SCHEDULES, Times, follow, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)
     schedules = [name.lower() for name in arguments.schedule or SCHEDULES]  # also as others name them: DualPipeV

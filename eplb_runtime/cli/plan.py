@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import LOAD, POLICIES, add_command, cluster, option, policy
-from .inputs import counted_windows, read_job, topology_of
+from .arguments import LOAD, POLICIES, add_command, cluster, counted_windows, option, policy, read_job, topology_of
 from .printing import print_json, spinner
 
 EXAMPLES = """

@@ -1,22 +1,14 @@
-"""Output of commands: tables and JSON objects, and notes on stderr."""
+"""Output of commands: tables and JSON objects."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .arguments import PROGRAM
-
 COLUMNS = 80  # of a table where there is no terminal
 _NUMBER = re.compile(r"^$|^[-+]?[\d.,]+(?:e[-+]\d+)?(?: ?%)?(?: \(.*\))?$|^nan$|^inf$")
-
-
-def note(message: str) -> None:
-    """Print a line on stderr that is no refusal."""
-    print(f"{PROGRAM}: note: {message}", file=sys.stderr)
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

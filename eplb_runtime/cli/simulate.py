@@ -6,12 +6,11 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from . import arguments as kinds
-from .arguments import LOAD, POLICIES, InputError, add_command, choice, cluster, option, positive
-from .inputs import counted_windows, read_job, topology_of
+from .arguments import LOAD, InputError, add_command, choice, cluster, counted_windows, option, read_job, topology_of
 from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
-    from ..observe.run_folder import JobRecord
+    from ..observe.run_state import JobRecord
 
 EXAMPLES = """
   eplb-runtime simulate runs/first                      # its ranks, nodes and interval, and a replica slot
@@ -24,15 +23,15 @@ GIVEN = ("every", "steps_per_window", "groups", "max_moves", "gate")
 
 def add(commands: Any) -> None:
     default = ["static", "deepseek", "incremental"]
-    policies = f"{', '.join(POLICIES)}; static is always shown (default: {','.join(default)})"
+    policies = f"{', '.join(kinds.POLICIES)}; static is always shown (default: {','.join(default)})"
     gate = "always: if the imbalance falls; payoff: if it pays for itself; off: as the policy says (default: always)"
     options = [
         option("trace", "TRACE", str, "a series of windows; " + LOAD),
         *cluster(needed=False),
-        option("--every", "K", positive, "replan every K windows, the first K not judged (default: as recorded)"),
+        option("--every", "K", kinds.positive, "replan every K windows, the first K not judged (default: as recorded)"),
         option("--policies", "A,B,...", kinds.several(kinds.policy), policies, default),
         choice("--gate", ("always", "payoff", "off"), gate, "always"),
-        option("--steps-per-window", "N", positive, "training steps of a window (default: 1)", 1),
+        option("--steps-per-window", "N", kinds.positive, "training steps of a window (default: 1)", 1),
     ]
     summary = "play a series of loads through several policies: plan on the past, judge on what came next"
     add_command(commands, "simulate", _run, summary, EXAMPLES, options)

@@ -34,19 +34,15 @@ class Progress:
     idle_seconds: float
 
 
+@dataclass
 class StepClock:
-    """Smoothed seconds of a step, without the pauses that rebalancing made itself, and of a rebalance's fixed part.
+    """Smoothed seconds of a step, without the pauses that rebalancing made itself, and of a rebalance's fixed part."""
 
-    Attributes:
-        step_seconds: of a training step; 0 before the second one.
-        stall_seconds: what a migration takes on top of carrying, checking and copying experts.
-    """
-
-    def __init__(self, stall_seconds: float) -> None:
-        self.step_seconds, self.stall_seconds = 0.0, stall_seconds
-        self._last: float | None = None
-        self._excluded = 0.0
-        self._has_begun = False
+    stall_seconds: float  # what a migration takes on top of carrying, checking and copying experts
+    step_seconds: float = 0.0  # of a training step; 0 before the second one
+    _last: float | None = None
+    _excluded: float = 0.0
+    _has_begun: bool = False
 
     def tick(self) -> None:
         """End a step."""
@@ -86,16 +82,11 @@ class ExpertShare:
     A rank's expert seconds include its wait for the busiest rank, which ends combine. So each rank measures in a layer
     about the busiest rank's time, W x imbalance, where W is the time with even load; `even` gives W. Time that ranks
     wait in dispatch for a rank that is late from before the layer is measured, too, and no placement saves it.
-
-    Args:
-        value: in (0, 1].
-        source: ``"measured"``, ``"given"`` (``MigrationConfig(moe_share=...)``) or ``"assumed"``.
-        at: imbalance (max / mean rank load, mean over layers) of the steps that were measured; 0: as it is now.
     """
 
-    value: float
-    source: str
-    at: float = 0.0
+    value: float  # in (0, 1]
+    source: str  # "measured", "given" (``MigrationConfig(moe_share=...)``) or "assumed"
+    at: float = 0.0  # imbalance, mean over layers, of the steps that were measured; 0: as it is now
 
     @classmethod
     def before_measuring(cls, given: float | None) -> ExpertShare:
@@ -129,10 +120,12 @@ class SampledStep:
     def time(self) -> tuple[float, float] | None:
         """Return seconds of the step and those in which expert work ran, without waiting for the device. Spans that
         overlap (two micro-batches at once) count once. None: the device has not reached all marks, or no layer ran."""
-        marks = [self.end, *(mark for span in self.spans for mark in span)]
-        if not self.spans or not all(mark.query() for mark in [self.begin, *marks] if not isinstance(mark, float)):
+        begin: Any = self.begin
+        marks: list[Any] = [self.end, *(mark for span in self.spans for mark in span)]
+        if not self.spans or not all(mark.query() for mark in [begin, *marks] if not isinstance(mark, float)):
             return None
-        step_seconds, *ends = (_seconds(self.begin, mark) for mark in marks)
+        on_cpu = isinstance(begin, float)
+        step_seconds, *ends = (mark - begin if on_cpu else begin.elapsed_time(mark) / 1e3 for mark in marks)
         covered, last = 0.0, -math.inf
         for begin, end in sorted(zip(ends[::2], ends[1::2], strict=True)):
             covered += max(0.0, end - max(begin, last))
@@ -152,17 +145,12 @@ class ExpertClock:
         self.steps: list[SampledStep] = []
 
     def begin_step(self) -> None:
-        """Sample the step that begins."""
+        """Sample the step that begins here; of one that is running, what came before (a rollout) is no part."""
+        self._backwards.clear()
         begin = self.mark()
         if begin is not None:
             self._step = SampledStep(begin, begin)
             self.on = True
-
-    def begin_anew(self) -> None:
-        """Begin the sampled step here, if one is running: what came before (a rollout) is no part of it."""
-        if self._step is not None:
-            self._backwards.clear()
-            self.begin_step()
 
     def end_step(self) -> None:
         """End the sampled step, if one is running. Backward passes that did not come to their end are dropped."""
@@ -213,7 +201,3 @@ def median_time(steps: Sequence[SampledStep]) -> tuple[float, float] | None:
     makes one of them odd. None: no step can be read."""
     times = [found for step in steps if (found := step.time()) is not None and found[0] > 0]
     return sorted(times, key=lambda found: found[1] / found[0])[len(times) // 2] if times else None
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)

@@ -54,17 +54,15 @@ class LoadCounter:
         self.counts = self._counts[:, :num_experts]
         self.open_steps = self.closed_steps = self.token_bytes = 0
 
-    def count(self, layer: int, topk_ids_TK: Tensor, real_T: Tensor | None = None) -> None:
-        """Add one batch of router choices; ``real_T`` is False for padding."""
-        ids = topk_ids_TK if real_T is None else torch.where(real_T[:, None], topk_ids_TK, self._sink)
+    def count(self, layer: int, chosen: Tensor, real_T: Tensor | None = None) -> None:
+        """Add one batch of router choices: ids of logical experts ``[T, K]``, or whether a token goes to each, bool
+        ``[T, E]``; ``real_T`` is False for padding."""
+        if chosen.dtype is torch.bool:
+            self.counts[layer].add_((chosen if real_T is None else chosen & real_T[:, None]).sum(dim=0))
+            return
+        ids = chosen if real_T is None else torch.where(real_T[:, None], chosen, self._sink)
         ids = ids.reshape(-1)
         self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))
-
-    def count_chosen(self, layer: int, chosen_TE: Tensor, real_T: Tensor | None = None) -> None:
-        """As `count`, of choices that are given as bool ``[T, E]``: whether a token goes to a logical expert."""
-        if real_T is not None:
-            chosen_TE = chosen_TE & real_T[:, None]
-        self.counts[layer].add_(chosen_TE.sum(dim=0))
 
     def advance(self) -> None:
         """Close a step: its counts go into the history."""

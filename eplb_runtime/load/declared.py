@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.consensus import extremes
-from .checks import checked_load
+from . import checked_load
 
 PADDED = -1
 """The id in place of an expert's where a token is padding."""

@@ -36,42 +36,24 @@ _WIDEST, _MOST = 1 << 24, 1 << 53
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """What a series says of the job that was recorded. 0 or empty: unknown.
+    """What a series says of the job that was recorded. 0 or empty: unknown."""
 
-    Args:
-        ranks: of the job; counts are summed over all of them.
-        ranks_per_node: consecutive ranks that share a node.
-        ep_size: ranks among which the experts were spread; 1: each rank held all of them.
-        interval: steps between two writings, or between two decisions.
-        hidden_size: columns of a token.
-        top_k: experts that a token is sent to.
-        expert_parameters: numbers in one expert's weights, in the layer where they are most.
-        expert_bytes: bytes of these weights.
-        optimizer_bytes: bytes that the optimizer keeps for one expert.
-        takes_no_replicas: 1: the framework's layers hold no replicas.
-        dtype, device: of the weights, as ``bfloat16`` and ``cuda``.
-        step_seconds: of a training step; in a series that is read, the median of what its lines say.
-        expert_seconds: those of a training step in expert work, dispatch to combine; the median, too.
-        imbalance: max / mean rank load while these seconds were measured; 0: that of experts in logical order.
-        intra_node_bandwidth, inter_node_bandwidth: GB/s of a rank, as the job measured them.
-    """
-
-    ranks: int = 0
-    ranks_per_node: int = 0
-    ep_size: int = 0
-    interval: int = 0
-    hidden_size: int = 0
-    top_k: int = 0
-    expert_parameters: int = 0
-    expert_bytes: int = 0
-    optimizer_bytes: int = 0
-    takes_no_replicas: int = 0
-    dtype: str = ""
-    device: str = ""
-    step_seconds: float = 0.0
-    expert_seconds: float = 0.0
-    imbalance: float = 0.0
-    intra_node_bandwidth: float = 0.0
+    ranks: int = 0  # of the job; counts are summed over all of them
+    ranks_per_node: int = 0  # consecutive ranks that share a node
+    ep_size: int = 0  # ranks among which the experts were spread; 1: each rank held all of them
+    interval: int = 0  # steps between two writings, or between two decisions
+    hidden_size: int = 0  # columns of a token
+    top_k: int = 0  # experts that a token is sent to
+    expert_parameters: int = 0  # numbers in one expert's weights, in the layer where they are most
+    expert_bytes: int = 0  # of these weights
+    optimizer_bytes: int = 0  # that the optimizer keeps for one expert
+    takes_no_replicas: int = 0  # 1: the framework's layers hold no replicas
+    dtype: str = ""  # of the weights, as ``bfloat16``
+    device: str = ""  # as ``cuda``
+    step_seconds: float = 0.0  # of a training step; in a series that is read, the median of what its lines say
+    expert_seconds: float = 0.0  # those in expert work, dispatch to combine; the median, too
+    imbalance: float = 0.0  # max / mean rank load while they were measured; 0: that of experts in logical order
+    intra_node_bandwidth: float = 0.0  # GB/s of a rank, as the job measured it
     inter_node_bandwidth: float = 0.0
 
 
@@ -177,13 +159,11 @@ def _known_of_job(line: Any) -> dict[str, Any]:
     said: Any = line.get("job") if isinstance(line, dict) else None
     if not isinstance(said, dict):
         return {}
-    known: dict[str, Any] = {}
-    for entry in fields(RecordedJob):
-        kind: type = type(entry.default)
-        value: Any = said.get(entry.name)
-        if type(value) is str if kind is str else type(value) in (int, kind) and 0 < value < _MOST:
-            known[entry.name] = value
-    return known
+    known = [(entry.name, type(entry.default), said.get(entry.name)) for entry in fields(RecordedJob)]
+    is_usable = lambda kind, value: type(value) in (int, kind) and 0 < value < _MOST  # noqa: E731
+    return {
+        name: value for name, kind, value in known if (type(value) is str if kind is str else is_usable(kind, value))
+    }
 
 
 def _shape_in(line: Any) -> tuple[int, int]:

@@ -218,7 +218,7 @@ class HostDispatchedLayer(CountedLayer):
         self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return which tokens go where, and the router's weights, by slot. ``real_T``: False for padding."""
-        epoch = self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
+        epoch = self._begin(hidden_TD, lambda: self._counter.count(self.index, chosen_TE, real_T))
         with phase("route", "F", self.index, epoch):
             order = self.logical_of_slots
             return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
@@ -235,7 +235,7 @@ class HostDispatchedLayer(CountedLayer):
     @torch.compiler.disable
     def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
         """Begin a forward for a host that itself carries rows to where `logical_of_slots` has them."""
-        self._begin(hidden_TD, lambda: self._counter.count_chosen(self.index, chosen_TE, real_T))
+        self._begin(hidden_TD, lambda: self._counter.count(self.index, chosen_TE, real_T))
 
     def _begin(self, hidden: Tensor, count: Callable[[], object]) -> int:
         """Begin a forward, and count its load unless it repeats one; returns the epoch."""

@@ -1,13 +1,17 @@
-"""Files that only grow, of which a crash costs the last line; and the events of a run, ``events.jsonl`` in its folder.
+"""Events of a run: as records, the same in a running job and read back, and ``events.jsonl`` in the folder of a run.
 
-Each start of the job begins with its record and where its experts are by then. Records are made in `records.py`.
+Everything that shows a job - log, page, metrics, report - works on records, so that all of them say the same. A record
+is ``{"event": name, "time": seconds since 1970, "step": ..., ...}``, plain fields and numpy arrays; what a listener has
+to work out from an event (the load of each rank, what no balancer would have had) is worked out here, once. The file
+only grows, and a crash costs its last line; each start of the job begins with its record and where its experts are.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +19,155 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import BalancerConfig
+from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
+from ..load.clock import ExpertShare
 from ..load.series import decode, encode, lines_of
+from ..placement import Placement
+from ..planner.evaluate import has_no_copies, predicted_imbalance, rank_load
+from ..topology import Topology
 from ..utils.files import FileError
-from .records import FORMAT, JOB, Record, RecordError
+
+Record = dict[str, Any]
 
 NAME = "events.jsonl"
 ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
 """Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and with the
 initial placement; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
+JOB = "JobAttached"
+"""The first record of every file of a log."""
+FORMAT = "eplb-runtime-events"
+_OF_TOPOLOGY = ("ranks_per_node", "intra_node_bandwidth", "inter_node_bandwidth")
+_OF_CONFIG = ("policy", "gate", "interval", "replica_slots")
+_DIGITS = 6
+
+
+class RecordError(ValueError):
+    """A record that no job of ours wrote."""
+
+
+def job_record(
+    config: BalancerConfig,
+    topology: Topology,
+    placement: Placement,
+    *,
+    world_size: int,
+    now: float,
+    version: str,
+    layers_of_stage: Sequence[int] = (),
+) -> Record:
+    """Return what a job is, and where its experts are at the start.
+
+    Args:
+        topology: of one EP group; ``world_size``: ranks of the job.
+        now: seconds since 1970.
+        version: of this package.
+        layers_of_stage: MoE layers of each pipeline stage; empty: there is one stage.
+    """
+    share = ExpertShare.before_measuring(config.migration.moe_share)
+    return {
+        "event": JOB,
+        "time": now,
+        "step": 0,
+        "format": FORMAT,
+        "version": 1,
+        "package": version,
+        "job": secrets.token_hex(8),
+        "started": now,
+        "layers": placement.num_layers,
+        "experts": placement.num_experts,
+        "ranks": placement.num_ranks,
+        "slots_per_rank": placement.slots_per_rank,
+        "world_size": world_size,
+        "layers_of_stage": list(layers_of_stage) or [placement.num_layers],
+        **{name: getattr(topology, name) for name in _OF_TOPOLOGY},
+        **{name: getattr(config, name) for name in _OF_CONFIG},
+        "moe_share": share.value,
+        "moe_share_source": share.source,
+        "horizon_steps": config.horizon,
+        "epoch": placement.epoch,
+        "start": slots_of(placement),
+        "placement": slots_of(placement),
+    }
+
+
+def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.float64] | None = None) -> Record:
+    """An event as a record. Takes a few milliseconds for a large model: not for the training thread.
+
+    Args:
+        start: where the experts would stand without a balancer.
+        now: seconds since 1970.
+        speed_R: of the ranks, as the planner knows it.
+    """
+    record: Record = {**event.to_dict(), "time": now}
+    if isinstance(event, LoadMeasured):
+        record["imbalance"] = _rounded(np.array(event.imbalance, dtype=np.float64))
+        if event.load is not None and event.placements is not None:
+            total_1LE = event.load.sum(axis=0, keepdims=True)
+            measured_LR = _rank_load(event.load, total_1LE, event.placements, speed_R)
+            start_LR = _rank_load(event.load, total_1LE, ((len(event.load), start),), speed_R)
+            record["load"] = total_1LE
+            record["rank_load"] = np.rint(np.stack([measured_LR, start_LR])).astype(np.int64)
+            record["imbalance_start"] = _rounded(predicted_imbalance(event.load.astype(float), start, speed_R))
+            record["max_vio"] = _rounded(max_violation(event.load))
+    elif isinstance(event, RebalancePlanned) and event.by_layer is not None:
+        record["by_layer"] = _rounded(event.by_layer)
+    elif isinstance(event, RebalanceCommitted):
+        record["phase_seconds"] = {name: round(seconds, 9) for name, seconds in event.phase_seconds.items()}
+        if event.placement is not None:
+            record["placement"] = slots_of(event.placement)
+            transfers, slots = event.transfers, event.placement.slots_per_rank
+            moved = np.zeros((0, 4), dtype=np.int64) if transfers is None else transfers.copy()
+            moved[:, 2:] //= slots
+            record["transfers"] = moved[None]
+            record["expert_bytes"] = list(event.expert_bytes or ())
+    return record
+
+
+def slots_of(placement: Placement) -> NDArray[np.int64]:
+    """int64 ``[1, L, P]``."""
+    return placement.physical_to_logical[None].astype(np.int64)
+
+
+def max_violation(load_TLE: NDArray[np.int64]) -> NDArray[np.float64]:
+    """MaxVio of each layer, float64 ``[L]``: max / mean - 1 of the experts' loads, mean over rows with tokens.
+
+    It is a property of the router: no placement changes it. Source: Wang et al., "Auxiliary-Loss-Free Load Balancing
+    Strategy for Mixture-of-Experts", 2024, where a row is a batch.
+    """
+    mean_TL = load_TLE.mean(axis=2)
+    most_TL = load_TLE.max(axis=2)
+    violation_TL = np.divide(most_TL, mean_TL, out=np.ones_like(mean_TL), where=mean_TL > 0) - 1.0
+    rows_L = (mean_TL > 0).sum(axis=0)
+    return np.asarray(violation_TL.sum(axis=0) / np.maximum(rows_L, 1))
+
+
+def _rounded(values: NDArray[np.float64]) -> list[Any]:
+    """As it is shown and written: a log is read more easily than 17 digits."""
+    rounded: list[Any] = values.round(_DIGITS).tolist()
+    return rounded
+
+
+def _rank_load(
+    load_TLE: NDArray[np.int64],
+    total_1LE: NDArray[np.int64],
+    placements: tuple[tuple[int, Placement], ...],
+    speed_R: NDArray[np.float64] | None,
+) -> NDArray[np.float64]:
+    """Return float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows, whose sum is
+    ``total_1LE``."""
+    first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
+    for end, placement in placements:
+        rows_TLE = load_TLE[first:end]
+        if placement.home is None or has_no_copies(placement):  # else no sum of batches is split as each of them
+            rows_TLE = total_1LE if len(rows_TLE) == len(load_TLE) else rows_TLE.sum(axis=0, keepdims=True)
+        if len(rows_TLE):
+            total += rank_load(rows_TLE.astype(np.float64), placement, speed_R).sum(axis=0)
+        first = end
+    return total
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 class LineFile:

@@ -191,8 +191,7 @@ class Recording:
             self._in_training_only = True
             self._counter.counts.zero_()  # an evaluation ahead of the first step
         self._hidden_size, self._top_k = hidden_size, top_k
-        count = self._counter.count_chosen if chosen.dtype is torch.bool else self._counter.count
-        count(layer, chosen.detach(), self._real_tokens(chosen.shape[0]))
+        self._counter.count(layer, chosen.detach(), self._real_tokens(chosen.shape[0]))
 
     def _flush(self) -> None:
         copy = HostCopy(self._counter.take())

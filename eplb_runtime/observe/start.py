@@ -21,13 +21,10 @@ from ..placement import Placement
 from ..topology import Topology
 from ..utils.files import write_file
 from ..utils.worker import Worker
-from .events_file import NAME, LineFile
-from .metrics import NOT_INSTALLED, Metric, balance_of, exposition, metrics_of, scalars_of
-from .page import finite, page, view_of
-from .records import Record, job_record, record_of
+from .events_file import NAME, LineFile, Record, job_record, record_of
+from .metrics import NOT_INSTALLED, Metric, balance_of, exposition, metrics_of, scalars_of, summary_of, summary_text
+from .page import Answer, PageServer, Route, finite, page, view_of
 from .run_state import RunState
-from .server import Answer, PageServer, Route
-from .summary import summary_of, summary_text
 from .trackers import Tracker
 
 logger = logging.getLogger("eplb_runtime")

@@ -10,13 +10,13 @@ from numbers import Integral, Real
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..load.checks import MOST_TOKENS, checked_load
+from ..load import MOST_TOKENS, checked_load
 from ..placement import Placement
 from ..topology import Topology
 from .cost import CostModel
 from .forecast import coarsen
 from .gate import weigh
-from .policies import LAYOUTS, POLICIES
+from .policies import POLICIES
 from .types import Gate, Plan, PlanError, PlanRequest
 
 GATES = ("payoff", "always", "off")
@@ -69,7 +69,7 @@ def plan(
             come from the nodes matter. None: from all alike. They count where crossing nodes has a cost
             (``cost=CostModel(crossing_seconds=...)``), for ``incremental``.
         trust: share of a plan's gain that is believed, in [0, 1]: as much as came true of earlier ones
-            (`track_record.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
+            (`gate.TrackRecord` measures it). Below 1 it needs ``cost``: it weighs seconds saved.
 
     Returns:
         The plan; a ``"stay"`` plan has no moves and the current placement.
@@ -114,7 +114,7 @@ def plan(
         one_known=np.ndim(load) == 3 and len(windows) == 1 and declared is None,
     )
     _check(request)
-    return weigh(request, POLICIES[policy](request), began)
+    return weigh(request, POLICIES[policy][0](request), began)
 
 
 def _checked_speed(rank_speed: ArrayLike, ranks: int) -> NDArray[np.float64] | None:
@@ -152,11 +152,9 @@ def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Top
 
 def _checked_layout(policy: str, layout: str | None) -> str:
     """Return the layout that is asked for, or the policy's own."""
-    if policy == "swaps":
-        raise PlanError("policy 'swaps' was removed: choose incremental, or deepseek with layout='home'")
     if not isinstance(policy, str) or policy not in POLICIES:
         raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(POLICIES)}")
-    known = LAYOUTS[policy]
+    known = POLICIES[policy][1]
     if layout is not None and layout not in known:
         raise PlanError(f"policy {policy!r} does not plan layout {layout!r}; it plans: {', '.join(known)}")
     return layout or known[0]

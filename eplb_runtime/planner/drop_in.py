@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..load.checks import checked_load
+from ..load import checked_load
 from ..placement import Placement
 from ..topology import Topology
 from .api import check_whole_number, plan

@@ -17,21 +17,13 @@ Load = NDArray[np.float64]
 
 
 class ExpectedLoad(NamedTuple):
-    """The load to come of each layer.
+    """The load to come of each layer."""
 
-    Args:
-        expected: float64 ``[L, E]``, the forecast.
-        scenarios: float64 ``[W, L, E]``, loads that may come, equally likely.
-        mixes: float64 ``[V, L, E]``, more of these, to judge a plan by that the scenarios led.
-        moves_on_L: bool, layers whose load moves on from window to window, so that they are forecast by a blend.
-        wanders_L: bool, those that are sure of it by themselves.
-    """
-
-    expected: Load
-    scenarios: Load
-    mixes: Load
-    moves_on_L: NDArray[np.bool_]
-    wanders_L: NDArray[np.bool_]
+    expected: Load  # [L, E], the forecast
+    scenarios: Load  # [W, L, E], loads that may come, equally likely
+    mixes: Load  # [V, L, E], more of these, to judge a plan by that the scenarios led
+    moves_on_L: NDArray[np.bool_]  # layers whose load moves on from window to window, so that they need the blend
+    wanders_L: NDArray[np.bool_]  # those that are sure of it by themselves
 
     @property
     def windows(self) -> Load:
@@ -49,15 +41,19 @@ def coarsen(load: Load) -> Load:
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
 
-def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
+def foretell(load: Load, ranks: int = 8, *, stays: bool = False) -> ExpectedLoad:
     """Forecast each layer by itself. A window in which a layer has no tokens counts as that layer's mean.
 
     Args:
-        load: float64 ``[T, L, E]``, oldest first; ``ranks``: R, over which experts are spread to judge forecasters.
+        load: float64 ``[T, L, E]``, oldest first.
+        ranks: R, over which experts are spread to judge forecasters.
+        stays: the load does not move on.
     """
-    mean_LE, share_TLE = _counted(load)
+    share_TLE, counted_TL1 = shares(load), load.any(axis=2, keepdims=True)
+    mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
+    share_TLE = np.where(counted_TL1, share_TLE, mean_LE)
     deviation_NLE, moves_L, wanders_L = _deviations(share_TLE), *np.zeros((2, len(mean_LE)), dtype=bool)
-    if len(load) >= PARAMETERS.least_windows and load.shape[2] > 1:
+    if len(load) >= PARAMETERS.least_windows and load.shape[2] > 1 and not stays:
         after = np.arange(max(len(load) - PARAMETERS.judged, 2), len(load) + 1)
         made_FCLE, came_CLE = _forecasts(share_TLE, after), share_TLE[after[:-1]]
         moves_L, wanders_L = _which_move_on(share_TLE, made_FCLE[:, :-1], came_CLE)
@@ -66,21 +62,8 @@ def foretell(load: Load, ranks: int = 8) -> ExpectedLoad:
             newest = np.arange(-len(deviation_NLE), 0) % len(came_CLE)
             mean_LE[moves_L] = blend_CLE[-1]
             deviation_NLE[:, moves_L] = (came_CLE[:, moves_L] - blend_CLE[:-1])[newest]
-    return _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True), moves_L, wanders_L)
-
-
-def steady(load: Load) -> Load:
-    """float64 ``[W, L, E]``, scenarios of a load that stays."""
-    mean_LE, share_TLE = _counted(load)
-    total_L1, stays_L = load.mean(axis=0).sum(axis=1, keepdims=True), np.zeros(len(mean_LE), dtype=bool)
-    return _scenarios(mean_LE, _deviations(share_TLE), total_L1, stays_L, stays_L).scenarios
-
-
-def _counted(load: Load) -> tuple[Load, Load]:
-    """Return the mean of the shares ``[L, E]``, and shares ``[T, L, E]`` with it where a layer has no tokens."""
-    share_TLE, counted_TL1 = shares(load), load.any(axis=2, keepdims=True)
-    mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
-    return mean_LE, np.where(counted_TL1, share_TLE, mean_LE)
+    expected, scenarios, mixes = _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True))
+    return ExpectedLoad(expected, scenarios, mixes, moves_L, wanders_L)
 
 
 def shares(load: Load) -> Load:
@@ -166,12 +149,12 @@ def _which_move_on(share_TLE: Load, made_FCLE: Load, came_CLE: Load) -> tuple[ND
     return alone_L | (gain_NL > PARAMETERS.moves_on_each * error_NL)[together_N].any(axis=0), alone_L
 
 
-def _scenarios(share_LE: Load, deviation_NLE: Load, total_L1: Load, *kinds: NDArray[np.bool_]) -> ExpectedLoad:
-    """Scenarios and mixes of all layers, in tokens of the mean window."""
+def _scenarios(share_LE: Load, deviation_NLE: Load, total_L1: Load) -> tuple[Load, Load, Load]:
+    """Return the forecast, scenarios and mixes of all layers, in tokens of the mean window."""
     expected, count = share_LE * total_L1, len(deviation_NLE)
     if count < 2:
-        return ExpectedLoad(expected, expected[None], expected[None][:0], *kinds)
+        return expected, expected[None], expected[None][:0]
     choice = np.random.default_rng(count).integers(0, count, (PARAMETERS.mixes, *share_LE.shape))
     mixed = np.take_along_axis(deviation_NLE, choice, axis=0)
     may_come, mixes = (np.maximum(share_LE + one, 0.0) * total_L1 for one in (deviation_NLE, mixed))
-    return ExpectedLoad(expected, may_come, mixes, *kinds)
+    return expected, may_come, mixes

@@ -25,37 +25,26 @@ class PlanError(ValueError):
 class PlanRequest:
     """Everything a policy may look at. Policies are pure functions of it, but for what they add to ``held``.
 
-    Args:
-        load: float64 ``[T, L, E]``, tokens per logical expert in T successive windows, oldest first.
-        layout: ``"home"`` or ``"free"``.
-        declared: float64 ``[T, L, E]``, the load to come where it is known. All of it will come (micro-batches of one
-            step): how its windows differ is no doubt about any of them.
-        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
-        source_share_LNE: float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node; None: all
-            nodes send alike.
-        one_known: one window alone is known of a load that goes on.
-        held: layers that stay though a better placement is known, each with the reason's code (`gate.HELD`).
-
-    The others are the arguments of `api.plan`.
+    Fields without a word are the arguments of `api.plan`.
     """
 
-    load: NDArray[np.float64]
+    load: NDArray[np.float64]  # [T, L, E], tokens per logical expert in T successive windows, oldest first
     topology: Topology
     slots_per_rank: int
     current: Placement | None
     policy: str
-    layout: str
+    layout: str  # "home" or "free"
     groups: int
     max_moves: int | None
     max_bytes: int | None
     cost: CostModel | None
     gate: Gate
-    declared: NDArray[np.float64] | None
-    speed_R: NDArray[np.float64] | None
-    source_share_LNE: NDArray[np.float64] | None
+    declared: NDArray[np.float64] | None  # [T, L, E]; all of it will come: how its windows differ is no doubt about any
+    speed_R: NDArray[np.float64] | None  # how fast each rank is, the fastest 1; None: all alike
+    source_share_LNE: NDArray[np.float64] | None  # of each expert's tokens, by node; None: all nodes send alike
     trust: float
-    one_known: bool
-    held: dict[int, str] = field(default_factory=dict)
+    one_known: bool  # one window alone is known of a load that goes on
+    held: dict[int, str] = field(default_factory=dict)  # `gate.HELD` for layers that a better placement is known of
 
     @property
     def num_layers(self) -> int:
@@ -103,6 +92,11 @@ class PlanRequest:
     def crossing_price(self) -> float:
         """Imbalance that it is worth if no token is computed on another node than its own instead of all."""
         return self.cost.crossing_price if self.cost and self.topology.num_nodes > 1 else 0.0
+
+    @property
+    def counts_crossing(self) -> bool:
+        """Return whether somebody asks how many tokens cross nodes."""
+        return self.crossing_price > 0 or self.source_share_LNE is not None
 
     @property
     def start(self) -> Placement:

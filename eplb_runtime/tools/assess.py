@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..observe.run_folder import JobRecord
+from ..observe.run_state import JobRecord
 from ..planner import PlanError
 from ..planner.cost import HYSTERESIS
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from ..placement import Placement
 from ..planner import CostModel, Plan, PlanError, plan
-from ..planner.evaluate import predicted_imbalance
-from ..planner.policies import LAYOUTS
-from ..planner.track_record import TrackRecord
-from ..planner.traffic import received
+from ..planner.evaluate import predicted_imbalance, received
+from ..planner.gate import TrackRecord
+from ..planner.policies import POLICIES
 from ..planner.types import Gate
 from ..topology import Topology
 
@@ -90,7 +89,7 @@ class StepModel:
         Args:
             busiest_rank_tokens: ``[L]``, token-expert pairs on the busiest rank.
             received_LR2: ``[L, R, 2]``, pairs that each rank gets from other ranks of its node and from other nodes
-                (``planner.traffic.received``); None: as without copies, from all ranks alike.
+                (``planner.evaluate.received``); None: as without copies, from all ranks alike.
         """
         ranks, node = topology.num_ranks, topology.ranks_per_node
         compute = 6 * self.hidden_size * self.expert_hidden_size * 3 / self.flops
@@ -294,8 +293,8 @@ def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: i
     Raises:
         PlanError: no such policy, too few slots, or a home layout that the ranks do not divide.
     """
-    if policy not in LAYOUTS:
-        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(LAYOUTS)}")
+    if policy not in POLICIES:
+        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(POLICIES)}")
     if num_ranks * slots_per_rank < num_experts:
         raise PlanError(
             f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "
@@ -306,7 +305,7 @@ def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: i
             f"policy {policy}: {slots_per_rank} slots per rank for {num_experts} experts: a rank would hold an expert "
             f"twice; give at most {num_experts}"
         )
-    layouts = LAYOUTS[policy]
+    layouts = POLICIES[policy][1]
     if layouts[0] == "home" and num_experts % num_ranks == 0:
         return Placement.initial(num_layers, num_experts, num_ranks, slots_per_rank - num_experts // num_ranks)
     if "free" not in layouts:

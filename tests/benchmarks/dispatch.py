@@ -23,7 +23,7 @@ from eplb_runtime.moe.dispatch.choosing import OVER_TORCH, choose_together, make
 from eplb_runtime.moe.kernel_selection import kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.tools.bench.timing import timed
+from eplb_runtime.tools.bench import timed
 from eplb_runtime.tools.launch import launcher_environment
 from eplb_runtime.topology import Topology
 

@@ -16,7 +16,7 @@ from eplb_runtime.moe.dispatch.permute import RowMemory
 from eplb_runtime.moe.routing.slots import count_choices, deal_out
 from eplb_runtime.moe.routing.tables import SplitTables
 from eplb_runtime.planner import plan
-from eplb_runtime.tools.bench.timing import timed
+from eplb_runtime.tools.bench import timed
 from eplb_runtime.topology import Topology
 from eplb_runtime.utils.triton import triton
 

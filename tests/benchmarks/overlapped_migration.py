@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eplb_runtime.config import BalancerConfig
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.hosts import attach
-from eplb_runtime.tools.bench.timing import slowest
+from eplb_runtime.tools.bench import slowest
 from eplb_runtime.tools.bench.train import MoEStack, Workload, choices
 from tests.support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.tools.bench.timing import timed
+from eplb_runtime.tools.bench import timed
 
 SLOTS, TOP_K, TOKENS = 8, 8, 4096
 ROOM = 2

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import eplb_runtime as eplb
 from eplb_runtime.moe.experts.compute import SlotCounts
-from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.policies import shuffled
 
 STEPS, ALIGNMENT = 8, 16
 

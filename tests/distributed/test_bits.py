@@ -22,7 +22,7 @@ from support.shuffle import plan_by, plan_newest, plan_shuffle, wait_until_compi
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
-from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.policies import shuffled
 
 EXPERTS = 16
 

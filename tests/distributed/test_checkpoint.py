@@ -31,7 +31,7 @@ import eplb_runtime as eplb
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint import LogicalState
 from eplb_runtime.events import RebalanceAborted
-from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.policies import shuffled
 
 EXPERTS = 8
 PARTS = 4

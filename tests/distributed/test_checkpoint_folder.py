@@ -36,7 +36,7 @@ from eplb_runtime.checkpoint import saving as own
 from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
-from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.policies import shuffled
 
 
 def load_damaged(rank: int, folder: Path, positions: list[tuple[str, int, int]]) -> list[str]:

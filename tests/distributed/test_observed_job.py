@@ -17,11 +17,10 @@ from support import training
 
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted
 from eplb_runtime.load.series import read_series
-from eplb_runtime.observe.events_file import read_events
-from eplb_runtime.observe.records import Record
-from eplb_runtime.observe.run_folder import state_of_run
+from eplb_runtime.observe.events_file import Record, read_events
+from eplb_runtime.observe.metrics import summary_of
+from eplb_runtime.observe.run_state import state_of_run
 from eplb_runtime.observe.start import Shown
-from eplb_runtime.observe.summary import summary_of
 from eplb_runtime.placement import EMPTY
 
 EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3

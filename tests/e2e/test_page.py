@@ -17,10 +17,9 @@ from scraping import MONITORING, ask, prometheus_of, scraped, wait_until
 
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe.events_file import NAME, LineFile
+from eplb_runtime.observe.events_file import NAME, LineFile, record_of
 from eplb_runtime.observe.page import report_of
-from eplb_runtime.observe.records import record_of
-from eplb_runtime.observe.run_folder import state_of_run
+from eplb_runtime.observe.run_state import state_of_run
 from eplb_runtime.observe.start import Shown
 
 PHONE = {"width": 360, "height": 740}

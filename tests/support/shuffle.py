@@ -13,7 +13,7 @@ from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.api import plan
 from eplb_runtime.planner.evaluate import lower_bound, moves_between, predicted_imbalance
-from eplb_runtime.planner.shuffle import shuffled
+from eplb_runtime.planner.policies import shuffled
 from eplb_runtime.planner.types import Plan
 from eplb_runtime.topology import Topology
 

@@ -40,7 +40,7 @@ from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
 from ...placement import Placement
-from ...planner.shuffle import shuffled
+from ...planner.policies import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
 from .trial_hooks import descendants, let_clipping_bite, listen

@@ -100,7 +100,10 @@ def settings_of(options: Mapping[str, Any]) -> JobSettings:
         options["fp8_recipe"] = getattr(options["fp8_recipe"], "value", options["fp8_recipe"])
     if options.get("optimizer") == "muon" and options.get("use_layer_wise_distributed_optimizer"):
         options["optimizer"] = LAYER_WISE
-    options |= {name: _dtype(options[name]) for name in DTYPES if name in options}
+    for name in options.keys() & DTYPES:
+        if not isinstance(options[name], Unknown):  # a dtype of torch, its name, or Megatron's flag
+            dtype = str(options[name]).removeprefix("torch.")
+            options[name] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(dtype, dtype)
     cut = options.setdefault("expert_tensor_parallel_size", options.get("tensor_model_parallel_size", 1))
     each = [options.get(f"{name}_model_parallel_size", 1) for name in ("expert", "pipeline")]
     is_known = all(isinstance(size, int) for size in (options.get("world_size"), cut, *each))
@@ -108,29 +111,18 @@ def settings_of(options: Mapping[str, Any]) -> JobSettings:
     return JobSettings({"expert_data_parallel_size": ranks, **options}, {**DEFAULTS, **OF_RECIPES})
 
 
-def _graph_modules(options: Mapping[str, Any]) -> Any:
-    """Of either name, and in any of the forms that Megatron takes; None: not given."""
-    given = options.get("cuda_graph_modules")
-    if given is None or _names(given) == WHOLE_LAYER:
-        given = options.get("cuda_graph_scope", given)
-    return None if given is None else _names(given)
-
-
-def _names(modules: Any) -> Any:
-    """Names with commas, of such a text or of texts or enumerators in a list; an empty list is a whole layer."""
-    if isinstance(modules, Unknown):
-        return modules
-    each = modules.strip("[]").split(",") if isinstance(modules, str) else modules
-    each = each if isinstance(each, list | tuple) else [each]
-    return ",".join(sorted(str(getattr(one, "name", one)).strip(" '\"") for one in each)) or WHOLE_LAYER
-
-
-def _dtype(given: Any) -> Any:
-    """A dtype's name in torch, of the dtype, of that name or of Megatron's flag."""
-    if isinstance(given, Unknown):
-        return given
-    name = str(given).removeprefix("torch.")
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}.get(name, name)
+def _graph_modules(options: Mapping[str, Any]) -> str:
+    """Return the parts in CUDA graphs with commas, of a text or of texts or enumerators under either name."""
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        given = options.get(name, "")
+        if isinstance(given, Unknown):
+            return given
+        each = given.strip("[]").split(",") if isinstance(given, str) else given
+        each = each if isinstance(each, list | tuple) else [each]
+        names = ",".join(sorted(str(getattr(one, "name", one)).strip(" '\"") for one in each))
+        if names not in ("", WHOLE_LAYER):
+            return names
+    return WHOLE_LAYER  # an empty list, too
 
 
 def reorders(config: Any) -> bool:
@@ -159,21 +151,16 @@ def _of_model(job: JobSettings) -> Iterator[tuple[str, str, str]]:
         why = "each rank holds all experts of its stage (and before 2026-07-21 Megatron lets them drift apart, #5916)"
         yield "expert_model_parallel_size", why, "spread the experts over ranks, or train without the balancer"
     for kind, cut in (("tensor", job.tensor_model_parallel_size), ("expert_tensor", job.expert_tensor_parallel_size)):
-        if (getattr(job, name := f"{kind}_parallel_num_weight_shards") or 0) > cut:
+        if (getattr(job, name := f"{kind}_parallel_num_weight_shards") or 0) not in range(cut + 1):
             yield name, "weights that are cut over ranks and gathered to compute have not been run", f"leave {name} out"
     if job.moe_token_dispatcher_type == "flex" and job.moe_flex_dispatcher_backend not in FLEX_BACKENDS:
-        instead = f"set moe_flex_dispatcher_backend to {' or '.join(FLEX_BACKENDS)}"
-        yield "moe_flex_dispatcher_backend", "nothing has been run with it", instead
+        yield "moe_flex_dispatcher_backend", "nothing has been run with it", f"set it to {' or '.join(FLEX_BACKENDS)}"
     if job.cuda_graph_impl not in ("none", "transformer_engine"):
         instead = "set cuda_graph_impl='transformer_engine', with cuda_graph_modules of parts without experts"
         yield "cuda_graph_impl", "its CUDA graphs may hold experts, which move, or the end of their layer", instead
     elif job.cuda_graph_impl != "none" and not WITHOUT_EXPERTS.issuperset(job.cuda_graph_modules.split(",")):
-        instead = f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
-        yield (
-            "cuda_graph_modules",
-            "a CUDA graph of moe_preprocess or of whole MoE layers holds where experts are",
-            instead,
-        )
+        why = "a CUDA graph of moe_preprocess or of whole MoE layers holds where experts are"
+        yield "cuda_graph_modules", why, f"name parts without experts ({', '.join(sorted(WITHOUT_EXPERTS))})"
     if job.fp8 is not None and (job.fp8_param_gather or job.fp8_param):
         yield "fp8_param_gather", "weights that are FP8 themselves cannot be moved yet", "set fp8_param_gather=False"
     if job.fp8 is not None and job.fp8_recipe not in SCALED_NOW:
@@ -200,15 +187,14 @@ def _of_optimizer(job: JobSettings) -> Iterator[tuple[str, str, str]]:
     if job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1:
         why = "what steps an expert is one of the ranks that hold it, which depends on where it is"
         yield "optimizer", why, f"set {instead}"
-    if job.optimizer_cpu_offload and 0 < job.optimizer_offload_fraction < 1:
+    if job.optimizer_cpu_offload and job.optimizer_offload_fraction not in (0, 1):
         why = "an expert would be stepped on the device in one slot, in host memory in another, which round differently"
         yield "optimizer_offload_fraction", why, "set optimizer_offload_fraction to 1.0 or 0.0"
     for dtype in DTYPES if _is_aware_on_device(job) else ():
-        if getattr(job, dtype) == "uint8":
+        if (kind := getattr(job, dtype)) == "uint8":
             why = "moments in FP8 are objects of TransformerEngine's, which cannot be moved yet"
             yield dtype, why, f"set {dtype} to bf16, fp16 or fp32"
-        is_divided = getattr(job, dtype) == "float16" and job.use_distributed_optimizer
-        if is_divided and job.expert_data_parallel_size > 1:
+        if kind == "float16" and job.use_distributed_optimizer and job.expert_data_parallel_size > 1:
             why = "float16 has one scale for a rank's part of an expert, and other ranks would keep other parts of it"
             yield dtype, why, f"set {dtype} to bf16 or fp32, or optimizer_cpu_offload=True"
 
@@ -219,9 +205,7 @@ def _is_aware_on_device(job: JobSettings) -> bool:
 
 def exact(job: JobSettings) -> Exact:
     """Return how equal training with and without moves is."""
-    if not sums_in_order(job):
-        return "rounding"
-    return "bit" if job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
+    return "bit" if sums_in_order(job) and job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 
 NOT_FOR_REAL: Mapping[str, Callable[[JobSettings], bool]] = {

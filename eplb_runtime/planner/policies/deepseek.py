@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...placement import EMPTY, Placement
 from ..forecast import deal
-from ..search.align import align, settle
 from ..types import PlanError
+from .align import align, settle
 
 if TYPE_CHECKING:
     from ..types import PlanRequest

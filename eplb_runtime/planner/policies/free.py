@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
 from ...utils.jit import jit
-from ..search.align import settle
 from ..types import PlanError
+from .align import settle
 from .deepseek import balance as balance_deepseek
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 - scenarios: a placement is worth its mean imbalance over the loads that may come (`planner.forecast`), tokens split
   over replicas by water-filling.
-- starts (`search.starts`): the current placement, and placements dealt again.
-- descent (`search.descent`): from the best starts, relieve the busiest rank step by step.
+- starts (`starts`): the current placement, and placements dealt again.
+- descent (`descent`): from the best starts, relieve the busiest rank step by step.
 - choice: the shortest way that is nearly as good as the best one, by imbalance and what its moves cost; and only where
   the gain is more than noise on scenarios that did not lead the search.
 """
@@ -17,31 +17,24 @@ from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
 from ..cost import HYSTERESIS
-from ..forecast import shares, steady
+from ..forecast import foretell, shares
 from ..parameters import PARAMETERS
-from ..search.align import align, share_out
-from ..search.descent import HOMES, REPLICAS, VALUE, after, descend, held_by, moved
-from ..search.layer import FloatArray, IntArray, Layer, begun, worth
-from ..search.starts import starts
 from ..types import PlanRequest
+from .align import align, share_out
+from .descent import HOMES, REPLICAS, VALUE, after, descend, held_by, moved
+from .layer import FloatArray, IntArray, Layer, begun, worth
+from .starts import starts
 
 
 @dataclass(frozen=True)
 class _Solution:
-    """Where the search of one layer ended.
+    """Where the search of one layer ended."""
 
-    Args:
-        begin_P: the start of the best descent.
-        track_NX: its steps, as in `search.descent`, up to the chosen one.
-        before_W, after_W: what the current placement and the last of the track are worth in each scenario that judges.
-        cost: price of the moves.
-    """
-
-    begin_P: IntArray
-    track_NX: FloatArray
-    before_W: FloatArray
-    after_W: FloatArray
-    cost: float = 0.0
+    begin_P: IntArray  # the start of the best descent
+    track_NX: FloatArray  # its steps, as in `descent`, up to the chosen one
+    before_W: FloatArray  # what the current placement is worth in each scenario that judges
+    after_W: FloatArray  # and the last of the track
+    cost: float = 0.0  # price of the moves
 
     @property
     def moves(self) -> bool:
@@ -137,7 +130,6 @@ def _solve(request: PlanRequest, layer: Layer, lead: int | None = None) -> _Solu
             break
         worth(leading, begins[number])
         begin_P, track_NX = leading.slot_P.copy(), np.empty((2 * sum(layer.held_RE.shape) * layer.per_rank, 6))
-        track_NX[0, [HOMES, REPLICAS]] = moved(leading)
         track_NX = track_NX[: descend(leading, track_NX) + 1]
         way_N = track_NX[:, VALUE] + track_NX[:, [HOMES, REPLICAS]] @ layer.prices
         track_NX = track_NX[: int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain)) + 1]
@@ -172,7 +164,7 @@ def _surely(request: PlanRequest, number: int, searched: tuple[Layer, _Solution]
         is_judge_T = np.arange(len(windows)) % folds == fold
         known_WE, came_WE = (
             np.ascontiguousarray(shares(one)[:, 0]) * tokens
-            for one in (steady(windows[~is_judge_T]), windows[is_judge_T])
+            for one in (foretell(windows[~is_judge_T], stays=True).scenarios, windows[is_judge_T])
         )
         part, judging = _solve(request, layer._replace(load_WE=known_WE), len(known_WE)), begun(layer, came_WE)
         gains.append(worth(judging, layer.now_P)[1] - worth(judging, after(part.begin_P, part.track_NX))[1])

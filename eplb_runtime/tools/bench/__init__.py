@@ -1,1 +1,53 @@
-"""Measurements on the user's machine: planner, dispatch, migration, training. Others: ``tests/benchmarks``."""
+"""Measurements on the user's machine: planner, dispatch, migration, training. Others: ``tests/benchmarks``.
+
+Timings can be compared: the ways take turns in one run, the slowest rank counts, medians over repeats.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def timed(
+    ways: Sequence[Callable[[], object]], repeats: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Time the ways in turns, after one call of each that warms up. Collective with a ``group``.
+
+    Returns:
+        Seconds of a call, float64 ``[repeats, ways]``; with a ``group`` those of its slowest rank.
+    """
+    seconds = torch.zeros(repeats, len(ways), dtype=torch.float64)
+    for repeat in range(-1, repeats):
+        for index, work in enumerate(ways):
+            if group is not None:
+                dist.barrier(group=group)
+            synchronize(device)
+            began = time.perf_counter()
+            work()
+            synchronize(device)
+            if repeat >= 0:
+                seconds[repeat, index] = time.perf_counter() - began
+    return seconds if group is None else slowest(seconds, group)
+
+
+def slowest(seconds: Tensor | Sequence[float], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the largest value over ranks of each number. Collective over gloo; None: the default group."""
+    over_ranks = torch.as_tensor(seconds, dtype=torch.float64).clone()
+    dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
+    return over_ranks
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the median of the ratios of timings that were taken one after the other."""
+    return median(a / b for a, b in zip(one, other, strict=True))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

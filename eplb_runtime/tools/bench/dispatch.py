@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ...moe.dispatch.all_to_all import AllToAll
 from ...moe.dispatch.base import DispatchContext
 from ...moe.routing.slots import RowCounts
-from .timing import timed
+from . import timed
 
 SLOTS, TOP_K, HIDDEN = 4, 4, 512  # slots of a rank, choices of a token, numbers in a row
 

@@ -18,7 +18,7 @@ from ...migration.between_steps import migrate_between_steps
 from ...migration.engine import MigrationEngine
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
-from .timing import timed
+from . import timed
 
 SHAPES = ((256, 512), (1024, 1024))
 """(hidden, width) of an expert: 3 x hidden x width parameters, three times that with Adam's state."""

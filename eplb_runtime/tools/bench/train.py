@@ -20,7 +20,7 @@ from ...balancer.balancer import Balancer
 from ...config import BalancerConfig, MigrationConfig
 from ...events import LoadMeasured, RebalanceCommitted
 from ...hosts import attach
-from .timing import ratio, slowest
+from . import ratio, slowest
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | N
     ]
     for variant in variants:
         # Half a block more: decisions fall into the middle of blocks, and with them what they do in the background.
-        variant.steps(work.settle_blocks * work.interval + work.interval // 2)
+        settling = 0 if variant.name in ("static", "even") else work.settle_blocks  # what never moves settles at once
+        variant.steps(settling * work.interval + work.interval // 2)
     taken: dict[_Variant, list[float]] = {variant: [] for variant in variants}
     for block in range(work.blocks):
         for variant in variants if block % 2 == 0 else reversed(variants):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...load.series import NAME, holds_series
-from ...observe.run_folder import JobRecord, read_run
+from ...observe.run_state import JobRecord, read_run
 from ...utils.files import replacing, require_writable
 from . import megatron, slime
 from .reading import Content, FormatError, LoadArray, about, names_in, numbers, open_content

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
-from ...observe.run_folder import JobRecord
+from ...observe.run_state import JobRecord
 from ...utils.files import require_readable
 from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
-from ...observe.run_folder import JobRecord
+from ...observe.run_state import JobRecord
 from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt
 
 FIELDS = ("rollout_id", "samples")

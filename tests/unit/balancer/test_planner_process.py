@@ -150,8 +150,8 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
 from eplb_runtime.balancer.planner_process import compile_planner
 from eplb_runtime.topology import Topology
-import eplb_runtime.planner.search.descent as descent
-import eplb_runtime.planner.search.starts as starts
+import eplb_runtime.planner.policies.descent as descent
+import eplb_runtime.planner.policies.starts as starts
 import eplb_runtime.moe.routing.water_filling as water_filling
 compile_planner()
 assert descent.descend.signatures

@@ -38,7 +38,7 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.planner.track_record import TrackRecord
+from eplb_runtime.planner.gate import TrackRecord
 from eplb_runtime.topology import Topology
 from eplb_runtime.utils.worker import Worker
 

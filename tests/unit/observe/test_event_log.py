@@ -20,14 +20,11 @@ from eplb_runtime.cli import main
 from eplb_runtime.events import Event, EventLog, LoadMeasured, RebalancePlanned, Suspended, SuspensionEnded
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import start as observer_module
-from eplb_runtime.observe.events_file import NAME, LineFile, holds_events, read_events, to_json
-from eplb_runtime.observe.metrics import scalars_of
+from eplb_runtime.observe.events_file import NAME, LineFile, Record, holds_events, read_events, record_of, to_json
+from eplb_runtime.observe.metrics import scalars_of, summary_of, summary_text
 from eplb_runtime.observe.page import report_of, view_of
-from eplb_runtime.observe.records import Record, record_of
-from eplb_runtime.observe.run_folder import state_of_run
-from eplb_runtime.observe.run_state import state_of
+from eplb_runtime.observe.run_state import state_of, state_of_run
 from eplb_runtime.observe.start import Shown
-from eplb_runtime.observe.summary import summary_of, summary_text
 from eplb_runtime.utils.files import FileError
 
 

@@ -37,11 +37,11 @@ from eplb_runtime.config import ConfigError
 from eplb_runtime.events import EventLog, LoadMeasured, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe import metrics
-from eplb_runtime.observe import server as server_module
+from eplb_runtime.observe import page as server_module
+from eplb_runtime.observe.events_file import Record
 from eplb_runtime.observe.metrics import metrics_of
-from eplb_runtime.observe.records import Record
+from eplb_runtime.observe.page import PageServer
 from eplb_runtime.observe.run_state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
-from eplb_runtime.observe.server import PageServer
 from eplb_runtime.observe.start import Shown
 from eplb_runtime.planner.evaluate import predicted_imbalance
 

@@ -16,8 +16,8 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.cost import HYSTERESIS
 from eplb_runtime.planner.evaluate import predicted_imbalance, rank_load
+from eplb_runtime.planner.policies import shuffled
 from eplb_runtime.planner.policies.deepseek import balance
-from eplb_runtime.planner.shuffle import shuffled
 from eplb_runtime.topology import Topology
 
 

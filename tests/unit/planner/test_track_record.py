@@ -21,7 +21,7 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.evaluate import predicted_imbalance
 from eplb_runtime.planner.forecast import coarsen, foretell
-from eplb_runtime.planner.track_record import JUDGED, TrackRecord
+from eplb_runtime.planner.gate import JUDGED, TrackRecord
 from eplb_runtime.topology import Topology
 from eplb_runtime.utils.files import FileError
 
@@ -239,7 +239,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number for a topology": ({"topology": 4}, "topology is a int: give a Topology"),
     "a dict for costs": ({"cost": {"home_bytes": 1}}, "cost is a dict: give a CostModel"),
     "a list of policies": ({"policy": ["static"]}, "is unknown; choose one of"),
-    "a policy of earlier releases": ({"policy": "swaps"}, "choose incremental, or deepseek with layout='home'"),
     "ragged speeds": ({"rank_speed": [1, 1, 1, [2]]}, "rank_speed is not an array"),
     "speeds that are trained": ({"rank_speed": torch.ones(4, requires_grad=True)}, "rank_speed is not an array"),
     "numbers beyond float64": ({"load": [[10**400] * 8] * 2}, "load is not an array of numbers"),

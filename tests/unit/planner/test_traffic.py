@@ -13,8 +13,7 @@ from eplb_runtime.moe.routing.water_filling import SplitSettings, split_for_rank
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, evaluate, plan
 from eplb_runtime.planner.api import checked_sources
-from eplb_runtime.planner.evaluate import UNITS, in_units, predicted_imbalance, rank_load
-from eplb_runtime.planner.traffic import crossing_share, received
+from eplb_runtime.planner.evaluate import UNITS, crossing_share, in_units, predicted_imbalance, rank_load, received
 from eplb_runtime.topology import Topology
 
 TOPOLOGY = Topology(8, 4)

@@ -15,7 +15,7 @@ from eplb_runtime.cli import main
 from eplb_runtime.load.series import RecordedJob
 from eplb_runtime.observe.events_file import NAME, LineFile
 from eplb_runtime.observe.recording import Recorder
-from eplb_runtime.observe.run_folder import JobRecord
+from eplb_runtime.observe.run_state import JobRecord
 from eplb_runtime.tools import assess as room
 from eplb_runtime.tools.assess import Assessment, assess
 from eplb_runtime.tools.formats.loads import read_record

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from eplb_runtime.cli.program import main
 from eplb_runtime.planner import PlanError
 from eplb_runtime.tools import simulate as room
-from eplb_runtime.tools.bubbles.playing import BACKWARD, FORWARD, INPUT, WEIGHT, Times, follow, stages_of
-from eplb_runtime.tools.bubbles.tables import SCHEDULES, table_of
+from eplb_runtime.tools.bubbles import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHT, Times, follow, stages_of, table_of
 from eplb_runtime.tools.simulate import Series, StepModel, simulate
 from eplb_runtime.topology import Topology
 

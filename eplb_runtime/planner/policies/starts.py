@@ -111,7 +111,8 @@ def deal(
             for rank in range(ranks):
                 if load_R[rank] >= least or replicas_R[rank] == per_rank - homes or rank == home_E[expert]:
                     continue
-                if not _has(slot_P, rank * per_rank + homes, rank * per_rank + homes + replicas_R[rank], expert):
+                first = rank * per_rank + homes
+                if expert not in slot_P[first : first + replicas_R[rank]]:
                     best, least = rank, load_R[rank]
             if best < 0:
                 break
@@ -137,17 +138,8 @@ def add_rings(load_E: FloatArray, homes: int, per_rank: int, distance_K: IntArra
             first, best, most = rank * per_rank, -1, 0.0
             for expert in slot_P[source * per_rank : source * per_rank + homes]:
                 each = load_E[expert] / count_E[expert]
-                if each > most and not _has(slot_P, first, first + per_rank, expert):
+                if each > most and expert not in slot_P[first : first + per_rank]:
                     best, most = expert, each
             if best >= 0:
                 slot_P[slot] = best
                 count_E[best] += 1.0
-
-
-@jit(error_model="numpy")
-def _has(slot_P: IntArray, first: int, end: int, expert: int) -> bool:
-    """Return whether one of these slots holds the expert."""
-    found = False
-    for slot in range(first, end):
-        found = found or slot_P[slot] == expert
-    return found

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...placement import EMPTY
 from ...utils.jit import jit
 from ..parameters import PARAMETERS
-from .layer import FloatArray, IntArray, Layer, copy_split, fill_to_level, is_on, judge, set_replica, swap_homes
+from .layer import FloatArray, IntArray, Layer, copy_split, fill_to_level, judge, set_replica, swap_homes
 
 TRIED_REPLICAS, SWEEPS, SURE = PARAMETERS.tried_replicas, PARAMETERS.step_sweeps, PARAMETERS.step_sure
 LEAST_FALL, LOSS_WEIGHT = PARAMETERS.least_fall, PARAMETERS.loss_weight
@@ -32,7 +32,7 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
 
     Args:
         layer: tokens are split; where the search ends it is in the state after the last step.
-        track_NX: out, float64 ``[N + 1, 6]``, row n after n steps; the first has the homes and replicas moved by now.
+        track_NX: out, float64 ``[N + 1, 6]``, row n after n steps.
 
     Returns:
         N, the steps taken.
@@ -43,12 +43,10 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
     step_M3, gain_M = np.empty((1 + TRIED_REPLICAS, 3), dtype=np.int64), np.empty(1 + TRIED_REPLICAS)
     token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
-    homes, replicas = int(track_NX[0, HOMES]), int(track_NX[0, REPLICAS])
-    value, goal = judge(layer, peak_W)
-    home_price, replica_price = layer.prices[0], layer.prices[1]
-    goal += home_price * homes + replica_price * replicas
-    _note(track_NX[0], value, homes, replicas, 0, 0, 0)
-    while steps + 1 < len(track_NX) and stuck < STUCK_RANKS and value > ENOUGH:
+    tried_X, best_X = np.empty(6), np.zeros(6)
+    goal = _note(layer, peak_W, best_X)
+    track_NX[0] = best_X
+    while steps + 1 < len(track_NX) and stuck < STUCK_RANKS and track_NX[steps, VALUE] > ENOUGH:
         rank = _busiest(layer, is_stuck_R)
         if rank < 0:
             break
@@ -58,21 +56,18 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
         if layer.per_rank > layer.homes:
             _find_replicas(layer, rank, gain_M, step_M3)
         copy_split(layer.token_WP, layer.load_WR, token_WP, load_WR)
-        taken, best_goal, best_value, best_homes, best_replicas = -1, goal - LEAST_FALL, value, homes, replicas
+        taken, best_goal = -1, goal - LEAST_FALL
         for index in range(len(gain_M)):
             if gain_M[index] <= 0.0:
                 continue
             kind, slot, other = step_M3[index, 0], step_M3[index, 1], step_M3[index, 2]
             before = layer.slot_P[slot]
-            more_homes, more_replicas = _moves_of(layer, kind, slot, other)
             take(layer, kind, slot, other)
             fill_to_level(layer, SWEEPS, 0.0)
-            new_value, new_goal = judge(layer, tried_W)
-            new_goal += home_price * (homes + more_homes) + replica_price * (replicas + more_replicas)
+            new_goal = _note(layer, tried_W, tried_X)
             if new_goal < best_goal and _is_sure(peak_W - tried_W):
-                taken, best_goal, best_value = index, new_goal, new_value
-                best_homes, best_replicas = homes + more_homes, replicas + more_replicas
-                best_W, tried_W = tried_W, best_W
+                taken, best_goal = index, new_goal
+                best_W, tried_W, best_X, tried_X = tried_W, best_W, tried_X, best_X
                 copy_split(layer.token_WP, layer.load_WR, best_token_WP, best_load_WR)
             take(layer, kind, slot, other if kind == SWAP else before)
             copy_split(token_WP, load_WR, layer.token_WP, layer.load_WR)
@@ -80,23 +75,37 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
             is_stuck_R[rank] = True
             stuck += 1
             continue
-        kind, slot, other = step_M3[taken, 0], step_M3[taken, 1], step_M3[taken, 2]
-        take(layer, kind, slot, other)
+        best_X[KIND], best_X[SLOT], best_X[OTHER] = step_M3[taken, 0], step_M3[taken, 1], step_M3[taken, 2]
+        take(layer, step_M3[taken, 0], step_M3[taken, 1], step_M3[taken, 2])
         copy_split(best_token_WP, best_load_WR, layer.token_WP, layer.load_WR)
-        peak_W, best_W = best_W, peak_W
-        value, goal, homes, replicas = best_value, best_goal, best_homes, best_replicas
+        peak_W, best_W, goal = best_W, peak_W, best_goal
         is_stuck_R[:] = False
         stuck = 0
         steps += 1
-        _note(track_NX[steps], value, homes, replicas, kind, slot, other)
+        track_NX[steps] = best_X
     return steps
 
 
 @jit
-def _note(row_X: FloatArray, value: float, homes: int, replicas: int, kind: int, slot: int, other: int) -> None:
-    """Write a row of a track."""
-    row_X[VALUE], row_X[HOMES], row_X[REPLICAS] = value, homes, replicas
-    row_X[KIND], row_X[SLOT], row_X[OTHER] = kind, slot, other
+def _note(layer: Layer, peak_W: FloatArray, row_X: FloatArray) -> float:
+    """Write imbalance and moves into a row of a track; return the goal of the search, with the price of moves."""
+    row_X[VALUE], goal = judge(layer, peak_W)
+    row_X[HOMES], row_X[REPLICAS] = moved(layer)
+    return float(goal + (layer.prices[0] * row_X[HOMES] + layer.prices[1] * row_X[REPLICAS]))
+
+
+@jit
+def moved(layer: Layer) -> tuple[int, int]:
+    """Return how many homes and replicas are on ranks that did not hold them so."""
+    homes, replicas = 0, 0
+    for slot in range(layer.slot_P.size):
+        expert = layer.slot_P[slot]
+        held = AS_HOME if expert == EMPTY else layer.held_RE[layer.rank_P[slot], expert]
+        if slot % layer.per_rank < layer.homes:
+            homes += 1 if held != AS_HOME else 0
+        else:
+            replicas += 1 if held == NOT_HERE else 0
+    return homes, replicas
 
 
 @jit
@@ -126,28 +135,6 @@ def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
         rank, slot = np.nonzero(slots_RS != EMPTY)
         held_RE[rank, slots_RS[rank, slot]] = how
     return held_RE
-
-
-def moved(layer: Layer) -> NDArray[np.int64]:
-    """int64 ``[2]``: homes and replicas on ranks that did not hold them so."""
-    slot_RS = layer.slot_P.reshape(-1, layer.per_rank)
-    held_RS = np.take_along_axis(layer.held_RE, np.maximum(slot_RS, 0), axis=1)
-    came_RK = (held_RS[:, layer.homes :] == NOT_HERE) & (slot_RS[:, layer.homes :] != EMPTY)
-    return np.array([(held_RS[:, : layer.homes] != AS_HOME).sum(), came_RK.sum()])
-
-
-@jit
-def _moves_of(layer: Layer, kind: int, slot: int, other: int) -> tuple[int, int]:
-    """Homes and replicas that a step moves, less those that it moves back."""
-    held_RE, rank, old = layer.held_RE, slot // layer.per_rank, layer.slot_P[slot]
-    if kind == REPLICA:
-        back = 1 if old != EMPTY and held_RE[rank, old] == NOT_HERE else 0
-        return 0, (1 if held_RE[rank, other] == NOT_HERE else 0) - back
-    partner, comes = other // layer.per_rank, layer.slot_P[other]
-    homes = 0
-    homes += int(held_RE[partner, old] != AS_HOME) - int(held_RE[rank, old] != AS_HOME)
-    homes += int(held_RE[rank, comes] != AS_HOME) - int(held_RE[partner, comes] != AS_HOME)
-    return homes, 0
 
 
 @jit(error_model="numpy")
@@ -187,9 +174,11 @@ def _find_swap(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -
         most = 0.0
         for scenario in range(scenarios):
             gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
-            most += 0.5 * gap * gap if gap > 0.0 else 0.125 * gap * gap
+            most += 0.5 * gap * gap if gap > 0.0 else 0.5 * LOSS_WEIGHT * gap * gap
         if most <= gain_M[0]:
             continue
+        own_S = layer.slot_P[rank * size : (rank + 1) * size]
+        their_S = layer.slot_P[partner * size : (partner + 1) * size]
         for slot in range(rank * size, rank * size + homes):
             for other in range(partner * size, partner * size + homes):
                 gain = 0.0
@@ -198,9 +187,7 @@ def _find_swap(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -
                     gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
                     change = 2.0 * less * (gap - less)
                     gain += change if change > 0.0 else LOSS_WEIGHT * change
-                if gain <= gain_M[0] or is_on(layer, partner, layer.slot_P[slot]):
-                    continue
-                if not is_on(layer, rank, layer.slot_P[other]):
+                if gain > gain_M[0] and layer.slot_P[slot] not in their_S and layer.slot_P[other] not in own_S:
                     gain_M[0] = gain
                     step_M3[0, 0], step_M3[0, 1], step_M3[0, 2] = SWAP, slot, other
 
@@ -212,11 +199,11 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
 
     A slot frees what its replica computes, which then burdens the least loaded rank that also holds that expert.
     """
-    scenarios = len(layer.load_WR)
+    scenarios, size = len(layer.load_WR), layer.per_rank
     last, gap_W, lost_W = len(gain_M) - 1, np.empty(scenarios), np.empty(scenarios)
     for slot in range(layer.slot_P.size):
-        partner = slot // layer.per_rank
-        if partner == rank or slot % layer.per_rank < layer.homes:
+        partner = slot // size
+        if partner == rank or slot % size < layer.homes:
             continue
         most, old = 0.0, layer.slot_P[slot]
         for scenario in range(scenarios):
@@ -232,7 +219,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
             most += 0.5 * max(gap_W[scenario], 0.0) ** 2 - lost_W[scenario]
         if most <= gain_M[last]:
             continue
-        for source in range(rank * layer.per_rank, (rank + 1) * layer.per_rank):
+        for source in range(rank * size, (rank + 1) * size):
             expert = layer.slot_P[source]
             if expert == EMPTY or layer.count_E[expert] == layer.copies_EC.shape[1]:
                 continue
@@ -241,7 +228,7 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
                 gap = max(gap_W[scenario], 0.0)
                 less = min(layer.token_WP[scenario, source], 0.5 * gap)
                 gain += 2.0 * less * (gap - less) - lost_W[scenario]
-            if gain > gain_M[last] and not is_on(layer, partner, expert):
+            if gain > gain_M[last] and expert not in layer.slot_P[partner * size : (partner + 1) * size]:
                 place = last
                 while place > 1 and gain_M[place - 1] < gain:
                     gain_M[place], step_M3[place, 0] = gain_M[place - 1], step_M3[place - 1, 0]

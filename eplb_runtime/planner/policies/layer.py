@@ -25,41 +25,23 @@ SPREAD_WEIGHT = PARAMETERS.spread_weight
 
 
 class Layer(NamedTuple):
-    """The question about one layer, and the state of the search: arrays that change in place.
+    """The question about one layer, and the state of the search: arrays that change in place."""
 
-    Args:
-        homes: E/R, the first slots of each rank.
-        per_rank: S.
-        now_P: int64, the current placement; EMPTY in a replica slot without an expert.
-        held_RE: int8, how each rank holds each expert now.
-        virtual_R: the virtual load of each rank.
-        source_EN: the share of each expert's tokens that comes from each node.
-        crossing_price: imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free.
-        prices: imbalance that moving a home, and a replica, must be worth.
-        load_WE: the load of each expert.
-        rank_P: int64, the rank of each slot.
-        slot_P: int64, the expert in each slot, as in ``now_P``.
-        copies_EC: int64, the slots of each expert, its home first.
-        count_E: int64, how many slots hold each expert.
-        token_WP: what each slot computes.
-        load_WR: what each rank computes, with its virtual load.
-    """
-
-    homes: int
-    per_rank: int
-    now_P: IntArray
-    held_RE: NDArray[np.int8]
-    virtual_R: FloatArray
-    source_EN: FloatArray
-    crossing_price: float
-    prices: FloatArray
-    load_WE: FloatArray
-    rank_P: IntArray
-    slot_P: IntArray = np.empty(0, dtype=np.int64)
-    copies_EC: IntArray = np.empty((0, 0), dtype=np.int64)
-    count_E: IntArray = np.empty(0, dtype=np.int64)
-    token_WP: FloatArray = np.empty((0, 0))
-    load_WR: FloatArray = np.empty((0, 0))
+    homes: int  # E/R, the first slots of each rank
+    per_rank: int  # S
+    now_P: IntArray  # the current placement; EMPTY in a replica slot without an expert
+    held_RE: NDArray[np.int8]  # how each rank holds each expert now
+    virtual_R: FloatArray  # the virtual load of each rank
+    source_EN: FloatArray  # the share of each expert's tokens that comes from each node
+    crossing_price: float  # imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free
+    prices: FloatArray  # imbalance that moving a home, and a replica, must be worth
+    load_WE: FloatArray  # the load of each expert
+    rank_P: IntArray  # the rank of each slot
+    slot_P: IntArray = np.empty(0, dtype=np.int64)  # the expert in each slot, as in ``now_P``
+    copies_EC: IntArray = np.empty((0, 0), dtype=np.int64)  # the slots of each expert, its home first
+    count_E: IntArray = np.empty(0, dtype=np.int64)  # how many slots hold each expert
+    token_WP: FloatArray = np.empty((0, 0))  # what each slot computes
+    load_WR: FloatArray = np.empty((0, 0))  # what each rank computes, with its virtual load
 
 
 def begun(layer: Layer, load_WE: FloatArray) -> Layer:
@@ -221,15 +203,6 @@ def _crossing(layer: Layer, scenario: int) -> float:
         for node in range(nodes):
             at_home += min(here_N[node], load * layer.source_EN[expert, node])
     return 1.0 - at_home / total if total > 0.0 else 0.0
-
-
-@jit
-def is_on(layer: Layer, rank: int, expert: int) -> bool:
-    """Return whether a slot of the rank holds the expert."""
-    found = False
-    for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
-        found = found or layer.rank_P[slot] == rank
-    return found
 
 
 @jit

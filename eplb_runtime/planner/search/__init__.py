@@ -1,1 +1,0 @@
-"""The moves, packings and bounds that policies share; compiled by numba."""
