@@ -23,8 +23,7 @@ import torch
 from ..distributed.consensus import Agreement, Ballot, InDoubt, State, Verdict
 from ..distributed.points import Phase, Probe, unobserved
 from ..distributed.transports.base import Transport, TransportError
-from ..moe.experts.record import RecordFormat
-from ..moe.experts.registry import ExpertTensors
+from ..moe.experts.registry import ExpertTensors, RecordFormat
 from ..placement import HomeRows, Placement
 from ..utils.spans import phase
 from .exchange import Exchange, RoundExecutor

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
-from ..moe.experts.record import End, Record, RecordFormat
+from ..moe.experts.registry import End, Record, RecordFormat
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
 from .records import Records, packed_bytes, segments_of

@@ -16,8 +16,15 @@ import numpy as np
 import torch
 
 from ..distributed.consensus import Agreement, Verdict, has_another
-from ..moe.experts.record import Record, RecordFormat, Shard
-from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
+from ..moe.experts.registry import (
+    ExpertTensor,
+    ExpertTensors,
+    Record,
+    RecordFormat,
+    RegistryError,
+    Shard,
+    why_not_written,
+)
 from ..utils.errors import one_line
 
 DIRECT_BYTES = 1 << 20

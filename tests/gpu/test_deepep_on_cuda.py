@@ -15,7 +15,7 @@ from transport_contract import random_bytes, soon
 from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
 from eplb_runtime.distributed.transports.base import Message
-from eplb_runtime.moe.dispatch import choosing, wire_format
+from eplb_runtime.moe.dispatch import choosing, deepep
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
@@ -52,8 +52,8 @@ def step(
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype)
     if in_float8 == "before":
-        rows = wire_format.pack(hidden, None, 1, in_float8=True)
-        hidden = wire_format.unpack(rows, torch.arange(tokens, device=device), WIDTH)
+        rows = deepep.pack(hidden, None, 1, in_float8=True)
+        hidden = deepep.unpack(rows, torch.arange(tokens, device=device), WIDTH)
     hidden.requires_grad_()
     slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device).requires_grad_()

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...placement import Placement
-from .tables import SplitTables
-from .water_filling import RowCounts, SplitSettings, split_for_rank
+from .water_filling import RowCounts, SplitSettings, SplitTables, split_for_rank
 
 
 def record_use(*tensors: Tensor) -> None:

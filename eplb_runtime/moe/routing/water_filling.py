@@ -1,5 +1,6 @@
 """Split each expert's tokens over its copies so that the busiest rank has as little as can be, and tell each rank what
-it sends to which copy: numba, on counts. Nothing of torch here.
+it sends to which copy: numba, on counts. Nothing of torch here. What that must know of a placement is laid out once, so
+that each batch only does arithmetic.
 
 Water-filling by Gauss-Seidel: visit the replicated experts in turn and give each the best split for itself, the others
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
@@ -11,17 +12,21 @@ Where ranks are not equally fast, the slowest rank's time is what counts. If all
 has room for s * t tokens. One that counts ``(1 - s) * t`` tokens on top of its own is then as full as the fastest, so
 the split for equal ranks serves. Where not every rank reaches a level (its copies do not bring it enough tokens) t is
 larger than the mean, and halved in between what a split has reached and what none can.
+
+Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C copies of an expert (padded), R ranks,
+N replicated experts (padded).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...placement import Placement
 from ...utils.jit import jit
-from .tables import SplitTables
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -37,6 +42,61 @@ TOLERANCE_BITS = 10
 """Sweeps stop when the busiest rank is proven to be within 2 ** -10 of the optimum."""
 SPEED_TOLERANCE, SPEED_LEVELS = 1e-3, 12
 """A layer whose slowest rank is so near to the level asked for needs no other; at most so many are tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class SplitTables:
+    """Copies of every expert by rank, and the order in which a sweep visits the replicated ones.
+
+    Args:
+        copy_slot_LEC: int32, the slot of each copy, home first, then ascending; padded with -1.
+        first_rank_LE: int32, the rank of each expert's first copy.
+        order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
+        ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
+        count_LN: int32, how many they are.
+        num_ranks: R.
+        slots_per_rank: S.
+    """
+
+    copy_slot_LEC: Ints
+    first_rank_LE: Ints
+    order_LN: Ints
+    ranks_LNC: Ints
+    count_LN: Ints
+    num_ranks: int
+    slots_per_rank: int
+
+    def of_layer(self, layer: int) -> SplitTables:
+        """Return the tables of one layer, which share memory with these."""
+        arrays = (name for name, value in vars(self).items() if isinstance(value, np.ndarray))
+        return replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in arrays})
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Return whether any expert has more than one copy."""
+        return bool(self.count_LN.any())
+
+    def sum_by_rank(self, quota_LEC: Longs) -> Longs:
+        """int64 ``[L, R]``: tokens of each rank, of those of each copy."""
+        return _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, self.num_ranks)
+
+    @classmethod
+    def of(cls, placement: Placement) -> SplitTables:
+        """Lay out a placement with homes."""
+        slot = np.asarray(placement.logical_to_physical)
+        rank = placement.rank_of(slot).astype(np.int32)
+        count = (slot >= 0).sum(axis=2).astype(np.int32)
+        orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
+        width = max(1, max(map(len, orders)))
+        order_LN = np.full((placement.num_layers, width), -1, dtype=np.int32)
+        for layer, order in enumerate(orders):
+            order_LN[layer, : len(order)] = order
+        expert = np.maximum(order_LN, 0)
+        layers = np.arange(placement.num_layers)[:, None]
+        ranks_LNC = np.where(order_LN[:, :, None] < 0, -1, rank[layers, expert]).astype(np.int32)
+        count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
+        first = np.ascontiguousarray(rank[:, :, 0])
+        return cls(slot, first, order_LN, ranks_LNC, count_LN, placement.num_ranks, placement.slots_per_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,3 +422,34 @@ def _share_out(
                 for rank in range(num_ranks):
                     received_RS[rank, slot % slots_per_rank] = sent_CR[copy, rank]
     return sent_EC, sent_P, received_RS
+
+
+@jit
+def _sum_by_rank(quota_LEC: Longs, slot_LEC: Ints, slots_per_rank: int, ranks: int) -> Longs:
+    layers, experts, copies = slot_LEC.shape
+    rank_load_LR = np.zeros((layers, ranks), dtype=np.int64)
+    for layer in range(layers):
+        for expert in range(experts):
+            for copy in range(copies):
+                slot = slot_LEC[layer, expert, copy]
+                if slot < 0:
+                    break
+                rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
+    return rank_load_LR
+
+
+def sweep_order(rank_EC: Ints, count_E: Ints) -> Ints:
+    """Return the replicated experts by greedy coloring, where those of one color share no rank: each gets the least
+    color that none of its ranks has."""
+    several = np.flatnonzero(count_E > 1)
+    replicated: Ints = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
+    color_N, colors_R = [], [0] * (int(rank_EC.max(initial=0)) + 1)  # colors: a bit for each
+    for ranks, count in zip(rank_EC[replicated].tolist(), count_E[replicated].tolist(), strict=True):
+        taken = 0
+        for rank in ranks[:count]:
+            taken |= colors_R[rank]
+        color = ~taken & (taken + 1)
+        for rank in ranks[:count]:
+            colors_R[rank] |= color
+        color_N.append(color.bit_length())
+    return replicated[np.argsort(np.array(color_N, dtype=np.int64), kind="stable")]

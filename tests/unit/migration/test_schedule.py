@@ -19,8 +19,7 @@ from eplb_runtime.migration.exchange import RoundExecutor, chains_of
 from eplb_runtime.migration.pacing import Pace, next_batch
 from eplb_runtime.migration.records import DIRECT_BYTES, Records, packed_bytes, segments_of
 from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
-from eplb_runtime.moe.experts.record import Record, RecordFormat
-from eplb_runtime.moe.experts.registry import ExpertTensor
+from eplb_runtime.moe.experts.registry import ExpertTensor, Record, RecordFormat
 from eplb_runtime.placement import EMPTY, Placement
 
 shapes = st.tuples(
