@@ -117,9 +117,7 @@ class ExpertParallelLayer(CountedLayer):
     ) -> None:
         shared = context.counter, context.table, context.forward_tag, context.dispatcher.expert_clock
         super().__init__(index, module, *shared)
-        self._experts = experts
-        self._context = context
-        self._real_tokens = real_tokens
+        self._experts, self._context, self._real_tokens = experts, context, real_tokens
         self._dispatcher, self._channels = context.dispatcher, context.channels
         self._in_flight = RecomputeCache(self._channels, lambda: self.changes)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
@@ -140,11 +138,10 @@ class ExpertParallelLayer(CountedLayer):
         index, training, repeated = self.index, self._module.training, in_recompute()
         epoch = self._enter(topk_ids_TK.shape[-1])
         dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
-        metadata, slots_TK, counts, row_counts = None, None, None, None
-        if repeated:  # nothing counts again, and metadata that is known is used again
-            metadata = self._in_flight.repeated(topk_ids_TK)
-        else:
-            slots_TK, counts = self._begin(hidden_TD, topk_ids_TK)
+        row_counts, found = None, (None, None) if repeated else self._begin(hidden_TD, topk_ids_TK)
+        slots_TK, counts = found
+        # Nothing counts again, and metadata that is known is used again.
+        metadata = self._in_flight.repeated(topk_ids_TK) if repeated else None
         with phase("route", "F", index, epoch):
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counts)

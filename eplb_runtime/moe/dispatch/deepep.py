@@ -392,7 +392,8 @@ def refusal(hidden_TD: Tensor, weights_TK: Tensor, in_float8: bool) -> str:
         return f"DeepEP carries rows of {MOST_ROW_BYTES} bytes, and {given}: take another dispatch"
     if in_float8 and width % SCALED_COLUMNS:
         return f"dtype='float8' has a scale for {SCALED_COLUMNS} columns, and {given}: leave dtype out"
-    if in_float8 and _scale_columns(width, weight_bytes) > MOST_SCALES:
+    scale_bytes = -(-(width // SCALED_COLUMNS * _WORD + weight_bytes) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    if in_float8 and scale_bytes > MOST_SCALES * _WORD:
         return f"dtype='float8' carries {MOST_SCALES} scales and router weights a row, and {given}: leave dtype out"
     return ""
 
@@ -463,7 +464,3 @@ def _packed(values: Tensor) -> Tensor:
 def _copied(values: Tensor) -> Tensor:
     """In memory of its own, which begins where any dtype may; also of one row or none, which pass for contiguous."""
     return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
-
-
-def _scale_columns(width: int, weight_bytes: int) -> int:
-    return -(-(width // SCALED_COLUMNS * _WORD + weight_bytes) // _ALIGNED_BYTES) * _ALIGNED_BYTES // _WORD

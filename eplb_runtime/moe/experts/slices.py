@@ -96,8 +96,8 @@ def columns(tensor: Tensor) -> slice:
     """Which part of dimension 1 is on this rank; all of it where a tensor is not sliced."""
     if not isinstance(tensor, DTensor):
         return slice(None)
-    width = local(tensor).shape[1]
-    return slice(tensor.device_mesh.get_local_rank() * width, (tensor.device_mesh.get_local_rank() + 1) * width)
+    rank, width = tensor.device_mesh.get_local_rank(), local(tensor).shape[1]
+    return slice(rank * width, (rank + 1) * width)
 
 
 def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
@@ -116,10 +116,8 @@ def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     rows, odd = divmod(tensor.shape[0], holders)
-    if not odd and (tuple(shape), tuple(offset)) == (
-        (rows, *tensor.shape[1:]),
-        (place * rows, *[0] * (tensor.ndim - 1)),
-    ):
+    wanted = (rows, *tensor.shape[1:]), (place * rows, *[0] * (tensor.ndim - 1))
+    if not odd and (tuple(shape), tuple(offset)) == wanted:
         return ""
     return (
         f"of shape {tuple(tensor.shape)} has {tuple(shape)} from {tuple(offset)} on here, not whole experts, equally "
