@@ -18,7 +18,6 @@ from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
-from .dispatch.channels import MicroBatchChannels
 from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
 from .routing.slots import BatchSplitter, Counted, RowCounts, SlotTable
@@ -39,16 +38,12 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
-    (`moe.kernels`) ``counter`` and ``table`` do it."""
+    """What the layers of a model share. Without a splitter ``table`` says where an expert is."""
 
     counter: LoadCounter
     table: SlotTable
     splitter: BatchSplitter | None
     dispatcher: Dispatcher
-    forward_tag: ForwardTag
-    channels: MicroBatchChannels
-    count_and_map: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
 class CountedLayer:
@@ -115,10 +110,10 @@ class ExpertParallelLayer(CountedLayer):
         context: LayerContext,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
-        shared = context.counter, context.table, context.forward_tag, context.dispatcher.expert_clock
-        super().__init__(index, module, *shared)
+        self._dispatcher, self._channels = context.dispatcher, context.dispatcher.channels
+        clocks = self._dispatcher.forward_tag, self._dispatcher.expert_clock
+        super().__init__(index, module, context.counter, context.table, *clocks)
         self._experts, self._context, self._real_tokens = experts, context, real_tokens
-        self._dispatcher, self._channels = context.dispatcher, context.channels
         self._in_flight = RecomputeCache(self._channels, lambda: self.changes)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
 
@@ -185,11 +180,11 @@ class ExpertParallelLayer(CountedLayer):
             counts = splitter.counts(topk_ids_TK)
             counts_E.add_(counts[0])
             return None, counts
-        if splitter is not None or self._context.count_and_map is None:
+        count_and_map = self._dispatcher.kernels.count_and_map
+        if splitter is not None or count_and_map is None:
             self._counter.count(self.index, topk_ids_TK, real_T)
             return None, None
-        home_E = self._table.home_of_experts(self.index)
-        return self._context.count_and_map(topk_ids_TK, home_E, counts_E, real_T), None
+        return count_and_map(topk_ids_TK, self._table.home_of_experts(self.index), counts_E, real_T), None
 
     def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
         """The slot of each choice, and how many rows go where if the split was made on the host."""

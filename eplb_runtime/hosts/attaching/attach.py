@@ -307,7 +307,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
-    context = LayerContext(counter, maps.table, maps.splitter, dispatcher, forward_tag, channels, kernels.count_and_map)
+    context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = {stage.prefix + n: (stage, p) for stage in made.stages for n, p in stage.model.named_parameters()}
     rest = {name: (stage, p) for name, (stage, p) in named.items() if id(p) not in experts}

@@ -128,7 +128,7 @@ class LowLatency:
             )
         self.most_tokens = most_tokens
         self._package = deepep_package.imported()
-        self._group, self._channels, self._slots = context.group, context.channels, context.slots_per_rank
+        self._group, self.channels, self._slots = context.group, context.channels, context.slots_per_rank
         self._num_experts = self._group.size() * self._slots
         self._in_float8 = in_float8
         self._made: tuple[int, Any] | None = None
@@ -147,7 +147,7 @@ class LowLatency:
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
         """Return the rows of `Dispatcher.dispatch`, of what is not refused. One host sync, for their numbers."""
         width = hidden_TD.shape[1]
-        with self._channels.launching(), self._channels.shared("low latency"):
+        with self.channels.launching(), self.channels.shared("low latency"):
             rows, counts_S, handle, *_ = self._buffer(width).low_latency_dispatch(
                 hidden_TD.contiguous(), slots_TK, self.most_tokens, self._num_experts, use_fp8=self._in_float8
             )
@@ -166,7 +166,7 @@ class LowLatency:
         out_SND = out_MD.new_empty(self._slots, places, width, dtype=WIRE_DTYPE)
         out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(WIRE_DTYPE))
         weights_TK = dispatched.combine_weights.float().contiguous()
-        with self._channels.launching(), self._channels.shared("low latency"):
+        with self.channels.launching(), self.channels.shared("low latency"):
             combined = self._buffer(width).low_latency_combine(out_SND, layout.slots_TK, weights_TK, layout.handle)
         result: Tensor = combined[0].to(dispatched.dtype)
         return result
@@ -241,7 +241,7 @@ class DeepEPDispatcher(Dispatcher):
             if most <= self._low_latency.most_tokens:
                 return SendLayout(slots_TK.contiguous(), top_k)
         slots_NW = (slots_TK if self._by_rank else slots_TK.reshape(-1, 1)).contiguous()
-        with self._channels.launching():  # the first call makes the buffer with the other ranks
+        with self.channels.launching():  # the first call makes the buffer with the other ranks
             sent = self._buffer().get_dispatch_layout(slots_NW, self._num_ranks * self._slots_per_rank)[:4]
         return SendLayout(slots_NW, top_k, sent, self._arriving(sent, counts))
 
@@ -291,12 +291,12 @@ class DeepEPDispatcher(Dispatcher):
         (`Balancer.at_once` checks it), while compute ends by itself.
         """
         deepep_package.refuse_filled_memory()
-        channel = self._channels.current()
+        channel = self.channels.current()
         if channel not in self._buffers:
             given = self._package, channel.tokens
             self._buffers[channel] = (
                 deepep_package.shared_buffer(*given, self._sms, self._there, self._back)
-                if channel is self._channels.first
+                if channel is self.channels.first
                 else deepep_package.new_buffer(*given, self._there, self._back)
             )
         return self._buffers[channel]
@@ -311,7 +311,7 @@ class DeepEPDispatcher(Dispatcher):
         """
         times = 1 if self._by_rank else metadata.top_k
         rows_NC = pack(source_TD, weights_TK, times, in_float8)
-        with self._channels.launching():
+        with self.channels.launching():
             if isinstance(metadata, RecvLayout):
                 return self._buffer().dispatch(rows_NC, handle=metadata.handle, config=self._there)[0], metadata
             assert metadata.sent is not None and metadata.arriving is not None
@@ -337,14 +337,14 @@ class DeepEPDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         """Sum rows by slot for each received row, and send them to where their choices were made, with a value of each
         choice; returns ``[N, D]`` and ``[N, W]``."""
-        sums_UD = self._kernels.sum_here(rows_MD, layout.place_UW, weights_M, WIRE_DTYPE)
+        sums_UD = self.kernels.sum_here(rows_MD, layout.place_UW, weights_M, WIRE_DTYPE)
         exact_UW, choices = None, layout.place_UW.shape[1]
         if exact_M is not None:  # each choice is on one rank, and zero from all others
             exact_UW = exact_M.new_zeros(layout.place_UW.shape)
             exact_UW.view(-1).index_copy_(0, layout.choice_M, exact_M)
         wide = _SUMMED_BYTES if self._between_nodes else ROW_BYTES
         packed_UC = pack_sums(sums_UD, exact_UW, wide)
-        with self._channels.launching():
+        with self.channels.launching():
             summed_NC = self._buffer().combine(packed_UC, layout.handle, config=self._back)[0]
         if exact_M is None:
             return unpack_sums(summed_NC, rows_MD.shape[1], 0, sums_UD.dtype)[0], None
@@ -353,7 +353,7 @@ class DeepEPDispatcher(Dispatcher):
     def _sum(self, rows_ND: Tensor, weights_TK: Tensor | None, layout: RecvLayout) -> Tensor:
         """Each token's choices, which come back to where they were sent from, summed in the router's order."""
         place_TK = torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, layout.top_k)
-        return self._kernels.sum_choices(rows_ND, place_TK, self._memory, weights_TK)
+        return self.kernels.sum_choices(rows_ND, place_TK, self._memory, weights_TK)
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _nothing_learns(self) -> bool:
         """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
-        return not torch.is_grad_enabled() and (self._forward_tag is None or not self._forward_tag.training)
+        return not torch.is_grad_enabled() and not self.forward_tag.training
 
 
 # -- What is in a row -------------------------------------------------------------------------------------------------

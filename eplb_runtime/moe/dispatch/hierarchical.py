@@ -62,16 +62,14 @@ class Hierarchical(AllToAll):
         # Each rank learns of the tokens that visit its node, and of those that visit each of the ranks there.
         counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
-        columns = [leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0)]
-        if self._forward_tag is not None:
-            columns.append(counts_NW.new_full((self._num_ranks, 1), self._forward_tag.value))
-        counts_RW = torch.cat(columns, dim=1)
+        tag_R1 = counts_NW.new_full((self._num_ranks, 1), self.forward_tag.value)
+        counts_RW = torch.cat([leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0), tag_R1], dim=1)
         both_2RW, _ = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
         slots = self._slots_per_rank
         counts_RS = both_2RW[1, :, :slots]
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
         splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, self._rank)
-        arriving = self._kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
+        arriving = self.kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
         by_choice = AllToAllMetadata.of(leaving.place_TK, arriving, splits, splits, counts_RS.sum(axis=0).tolist())
         tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.
