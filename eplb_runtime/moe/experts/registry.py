@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -140,9 +140,7 @@ class ExpertTensors:
     ) -> None:
         self._layers: list[list[ExpertTensor]] = [[] for _ in range(num_layers)]
         self._memory = [WeightMemory() for _ in range(num_layers)]
-        self.homes_per_rank = homes_per_rank
-        self._optimizers = list(optimizers)
-        self._move_gradients = move_gradients
+        self.homes_per_rank, self._optimizers, self._move_gradients = homes_per_rank, list(optimizers), move_gradients
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
         self._state_of_layers: dict[int, frozenset[str]] = defaultdict(frozenset)
         self._misses_state = False
@@ -275,12 +273,8 @@ class ExpertTensors:
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
         """For each of a layer's experts that are tensors of their own, which elements each of the ranks steps that hold
         the same; empty: each steps all of them."""
-        for optimizer in self._optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                of_each = tuple(map(optimizer.ranges_of, parameters))
-                if any(of_each):
-                    return of_each
-        return ()
+        owners = (one for one in self._optimizers if not isinstance(one, torch.optim.Optimizer))
+        return next(filter(any, (tuple(map(owner.ranges_of, parameters)) for owner in owners)), ())
 
     def why_freed(self, layer: int) -> str:
         """Name a tensor of a layer that has no memory now, or another size than when it was registered; empty: none."""
@@ -296,37 +290,36 @@ class ExpertTensors:
             named.setdefault(tuple(map(_place, tensor.memory)) if known else tensor.name, tensor)
         return list(named.values())
 
-    def _named_of_home(self, layer: int) -> list[ExpertTensor]:
-        tensors: list[ExpertTensor] = []
+    def _named_of_home(self, layer: int) -> Iterator[ExpertTensor]:
         for entry in self._layers[layer]:
             if isinstance(entry.tensor, tuple):
-                tensors += self._of_separate(entry.name, entry.tensor, entry.kind)
+                yield from self._of_separate(entry, entry.tensor)
                 continue
-            tensors.append(ExpertTensor(entry.name, local(entry.tensor), entry.kind))
+            name, parameter = entry.name, entry.tensor
+            yield ExpertTensor(name, local(parameter), entry.kind)
             if entry.kind != "parameter":
                 continue
-            if self._move_gradients and entry.tensor.grad is not None:
-                tensors.append(ExpertTensor(f"{entry.name}/grad", local(entry.tensor.grad), "gradient"))
+            if self._move_gradients and parameter.grad is not None:
+                yield ExpertTensor(f"{name}/grad", local(parameter.grad), "gradient")
             for optimizer in self._optimizers:
-                for key, state in expert_state(optimizer, entry.tensor, self.moves_by_itself()):
-                    tensors.append(ExpertTensor(f"{entry.name}/{key}", local(state), "optimizer_state"))
-        return tensors
+                for key, state in expert_state(optimizer, parameter, self.moves_by_itself()):
+                    yield ExpertTensor(f"{name}/{key}", local(state), "optimizer_state")
 
-    def _of_separate(self, name: str, rows: tuple[Tensor, ...], kind: Kind) -> list[ExpertTensor]:
+    def _of_separate(self, entry: ExpertTensor, rows: tuple[Tensor, ...]) -> Iterator[ExpertTensor]:
         """All that moves with experts that are tensors of their own, also where their state is divided over the ranks
         that hold them."""
-        if kind != "parameter":
-            return [ExpertTensor(name, rows, kind)]
+        if entry.kind != "parameter":
+            yield entry
+            return
+        name, ranges = entry.name, self.ranges_of(rows)
         copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
-        own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
-        ranges = self.ranges_of(rows)
-        tensors = [ExpertTensor(name, rows, kind, own, ranges=ranges)]
+        yield replace(entry, copies=next((of[PARAMETER] for of in copies if PARAMETER in of), ()), ranges=ranges)
         gradients = tuple(row.grad for row in rows if row.grad is not None)
         if self._move_gradients and gradients and not ranges:
             if len(gradients) != len(rows):
                 raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
-            tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
-        for optimizer, of_each in zip(self._optimizers, copies, strict=True):
+            yield ExpertTensor(f"{name}/grad", gradients, "gradient")
+        for optimizer, of in zip(self._optimizers, copies, strict=True):
             for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
                 is_number = all(one.ndim == 0 for one in state if one.numel())
                 part: Part = "row" if not ranges else "number" if is_number else "range"
@@ -335,9 +328,7 @@ class ExpertTensors:
                         f"an optimizer keeps {key!r} of {name} in shapes {[list(one.shape) for one in state]}: flat "
                         "ranges of experts are expected"
                     )
-                copied = of_each.get(key, ())
-                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", copied, ranges, part))
-        return tensors
+                yield ExpertTensor(f"{name}/{key}", state, "optimizer_state", of.get(key, ()), ranges, part)
 
 
 def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Tensor]:
