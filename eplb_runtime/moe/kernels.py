@@ -297,15 +297,7 @@ def begin_slots(  # type: ignore[no-untyped-def]
 
 @jit(do_not_specialize=["choices"])
 def _deal(  # type: ignore[no-untyped-def]
-    ids,
-    begins,
-    sent,
-    copy_slots,
-    slots,
-    choices,
-    COPIES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids, begins, sent, copy_slots, slots, choices, COPIES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64)
     within = tl.arange(0, BLOCK)

@@ -52,18 +52,13 @@ class WeightMemory:
         """Forget a weight, if it is known."""
         self._weights.pop(name, None)
 
-    def name_of_freed(self) -> str:
-        """Return the name of the first weight that has no storage now, or another number of elements; empty if all
-        have. Between phases ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
+    def why_freed(self) -> str:
+        """Name the first weight that has no storage now, or another number of elements; empty: all have. Between phases
+        ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
         for name, (parts, elements) in self._weights.items():
             if sum(local(part).numel() for part in parts) != elements or not all(map(has_memory, parts)):
-                return name
+                return f"{name}: its memory is freed or of another size: load it first"
         return ""
-
-    def why_freed(self) -> str:
-        """Return a line that names such a weight; empty if there is none."""
-        name = self.name_of_freed()
-        return f"{name}: its memory is freed or of another size: load it first" if name else ""
 
 
 def is_sliced(tensor: Tensor) -> bool:
