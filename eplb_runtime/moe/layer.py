@@ -13,8 +13,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from ..distributed.step_tag import ForwardTag
-from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
@@ -57,17 +55,9 @@ class CountedLayer:
         counts_in_evaluation: whether load counts outside training; inference has nothing else.
     """
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        counter: LoadCounter,
-        table: SlotTable,
-        forward_tag: ForwardTag,
-        expert_clock: ExpertClock,
-    ) -> None:
-        self.index, self.expert_clock = index, expert_clock
-        self._module, self._counter, self._table, self._forward_tag = module, counter, table, forward_tag
+    def __init__(self, index: int, module: nn.Module, context: LayerContext) -> None:
+        self.index, self._module, self._counter, self._table = index, module, context.counter, context.table
+        self._forward_tag, self.expert_clock = context.dispatcher.forward_tag, context.dispatcher.expert_clock
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
@@ -110,10 +100,9 @@ class ExpertParallelLayer(CountedLayer):
         context: LayerContext,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
-        self._dispatcher, self._channels = context.dispatcher, context.dispatcher.channels
-        clocks = self._dispatcher.forward_tag, self._dispatcher.expert_clock
-        super().__init__(index, module, context.counter, context.table, *clocks)
+        super().__init__(index, module, context)
         self._experts, self._context, self._real_tokens = experts, context, real_tokens
+        self._dispatcher, self._channels = context.dispatcher, context.dispatcher.channels
         self._in_flight = RecomputeCache(self._channels, lambda: self.changes)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
 

@@ -318,8 +318,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     gather = ReplicaGather(groups.parts, groups.twins)
     for (index, _, layer), test in zip(made.layers, made.tests, strict=True):
         if layer.compute is None:
-            shared: dict[str, Any] = {"counter": counter, "table": maps.table, "forward_tag": forward_tag}
-            layers.append(HostDispatchedLayer(index, layer.experts, **shared, expert_clock=clock))
+            layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
             here = _local_experts(index, layer, job, divisors, maps.replicas, shards.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
