@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ...config import BalancerConfig, ConfigError
 from ...distributed.consensus import gather_bytes
-from ...distributed.transports import deepep_package
+from ...distributed.transports import deepep
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher
@@ -35,10 +35,10 @@ class DispatchChoice:
 
 def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
-    why = deepep_package.why_not_between(num_ranks, ranks_per_node) or deepep_package.why_not(device)
+    why = deepep.why_not_between(num_ranks, ranks_per_node) or deepep.why_not(device)
     if not why:
         try:
-            deepep_package.settings(deepep_package.imported(), num_ranks)
+            deepep.settings(deepep.imported(), num_ranks)
         except ConfigError as error:
             return str(error)
     return why
@@ -47,15 +47,15 @@ def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
 def unfit_settings(config: BalancerConfig, num_ranks: int, slots_per_rank: int) -> str:
     """Why DeepEP cannot serve so many ranks with these settings on this machine, in a line; empty: it can."""
     low_latency = config.dispatch.low_latency_tokens > 0
-    most = _MOST_SLOTS if num_ranks > deepep_package.RANKS_OF_A_NODE else _MOST_SLOTS_OF_A_NODE
+    most = _MOST_SLOTS if num_ranks > deepep.RANKS_OF_A_NODE else _MOST_SLOTS_OF_A_NODE
     if slots_per_rank > most:
         return f"it knows up to {most} slots a rank here, not {slots_per_rank}"
-    if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep_package.RANKS_OF_A_NODE):
+    if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep.RANKS_OF_A_NODE):
         return (
             "transport='nvshmem' and DeepEP between nodes or with low_latency_tokens would each start NVSHMEM, and a "
             "process starts it once: take another transport"
         )
-    return deepep_package.no_infiniband() if low_latency else ""
+    return deepep.no_infiniband() if low_latency else ""
 
 
 def choose_together(

@@ -5,9 +5,14 @@ are weighted and summed there, and over ranks on the way back, in bfloat16. ``"l
 each choice is a row of its own with one expert, K times the rows; results come back one for each choice, and are
 weighted and summed here in the router's order.
 
-What is in a row: `py`. Whether the package is there, and the buffers of a process:
-`distributed/transports/deepep_package.py`. Shape suffixes in addition to the room's: N rows of this rank (tokens, or
-choices in logical order), W slots that a row may go to (K, or 1), U rows that arrive here, C columns.
+A row is a hidden state with its router weights behind it; nothing is rounded but by float8. Towards the experts DeepEP
+copies rows, so any bytes may be in them. On the way back it adds rows up, in float32: bfloat16 columns are added as
+such, and weights' gradients travel a byte a column, since each then has one summand that is not zero. What a row
+becomes depends on the row alone, not on where it goes.
+
+Whether the package is there, and the buffers of a process: `distributed/transports/deepep.py`. Shape suffixes in
+addition to the room's: N rows of this rank (tokens, or choices in logical order), W slots that a row may go to (K, or
+1), U rows that arrive here, C columns.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
-from ...distributed.transports import deepep_package
+from ...distributed.transports import deepep
 from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
 from ..routing.water_filling import RowCounts
@@ -121,13 +126,13 @@ class LowLatency:
     cannot serve this group so."""
 
     def __init__(self, context: DispatchContext, most_tokens: int, in_float8: bool) -> None:
-        if context.group.size() > deepep_package.RANKS_OF_A_NODE:
+        if context.group.size() > deepep.RANKS_OF_A_NODE:
             raise ConfigError(
                 "low_latency_tokens is for the ranks of one node: between nodes DeepEP's other kernels have started "
                 "NVSHMEM, and a process starts it once; leave low_latency_tokens out"
             )
         self.most_tokens = most_tokens
-        self._package = deepep_package.imported()
+        self._package = deepep.imported()
         self._group, self.channels, self._slots = context.group, context.channels, context.slots_per_rank
         self._num_experts = self._group.size() * self._slots
         self._in_float8 = in_float8
@@ -182,7 +187,7 @@ class LowLatency:
         return key_SN.masked_fill(~inside_SRN.any(dim=1), torch.iinfo(torch.int64).max).view(-1).argsort()
 
     def _buffer(self, width: int) -> Any:
-        deepep_package.refuse_filled_memory()
+        deepep.refuse_filled_memory()
         if self._made is None:
             if why := claim("low_latency_tokens", self._group, again=True):
                 raise ConfigError(f"low_latency_tokens: {why}; leave low_latency_tokens out")
@@ -213,12 +218,11 @@ class DeepEPDispatcher(Dispatcher):
         self._otherwise = otherwise
         self.combine_order = config.combine_order
         self._by_rank = config.combine_order == "by_rank"
-        self._package = deepep_package.imported()
-        self._sms, self._between_nodes = config.sms, self._num_ranks > deepep_package.RANKS_OF_A_NODE
+        self._package = deepep.imported()
+        self._sms, self._between_nodes = config.sms, self._num_ranks > deepep.RANKS_OF_A_NODE
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
-        self._there, self._back = deepep_package.settings(self._package, self._num_ranks)
-        self._takes_bound = deepep_package.takes_bound(self._package, self._num_ranks)
+        self._there, self._back = deepep.settings(self._package, self._num_ranks)
         self._buffers: dict[MicroBatchChannel, Any] = {}
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
@@ -290,14 +294,14 @@ class DeepEPDispatcher(Dispatcher):
         launch them in one order (`MicroBatchChannels.launching`), and there are multiprocessors for both
         (`Balancer.at_once` checks it), while compute ends by itself.
         """
-        deepep_package.refuse_filled_memory()
+        deepep.refuse_filled_memory()
         channel = self.channels.current()
         if channel not in self._buffers:
             given = self._package, channel.tokens
             self._buffers[channel] = (
-                deepep_package.shared_buffer(*given, self._sms, self._there, self._back)
+                deepep.shared_buffer(*given, self._sms, self._there, self._back)
                 if channel is self.channels.first
-                else deepep_package.new_buffer(*given, self._there, self._back)
+                else deepep.new_buffer(*given, self._there, self._back)
             )
         return self._buffers[channel]
 
@@ -327,7 +331,7 @@ class DeepEPDispatcher(Dispatcher):
                 num_tokens_per_expert=to_slots,
                 topk_idx=slots_NW,
                 topk_weights=unused,
-                num_worst_tokens=max(1, most) if self._takes_bound else 0,
+                num_worst_tokens=max(1, most),
                 config=self._there,
             )
         return rows, RecvLayout.of(handle, slots_UW, choices_S, metadata.top_k)
@@ -369,8 +373,8 @@ class DeepEPDispatcher(Dispatcher):
         to_nodes = to_ranks[:0] if to_nodes is None else to_nodes
         counts_RW = self.gather_counts(torch.cat([to_nodes, to_ranks, to_slots]).to(torch.int64))
         rows_RN, rows_W = counts_RW[:, : len(to_nodes)], counts_RW[:, len(to_nodes) :].sum(axis=0)
-        node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
-        passing = int(rows_RN[place :: deepep_package.RANKS_OF_A_NODE, node : node + 1].sum())
+        node, place = divmod(self._rank, deepep.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
+        passing = int(rows_RN[place :: deepep.RANKS_OF_A_NODE, node : node + 1].sum())
         first = self._num_ranks + self._rank * self._slots_per_rank
         return max(int(rows_W[self._rank]), passing), rows_W[first : first + self._slots_per_rank].tolist()
 

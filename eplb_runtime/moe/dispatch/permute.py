@@ -47,7 +47,8 @@ class RowMemory:
 
     def _storage(self, size: int) -> torch.UntypedStorage:
         """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
-        free = sorted(filter(_is_free, self._storages), key=lambda storage: storage.nbytes())
+        free = [storage for storage in self._storages if _holders and _holders(storage._cdata) == 1]  # nobody else's
+        free.sort(key=lambda storage: storage.nbytes())
         for storage in free:
             if storage.nbytes() >= size:
                 return storage
@@ -59,11 +60,6 @@ class RowMemory:
 
 # How many hold a storage. Without it (it is not public) nothing is kept.
 _holders = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Return whether the one that keeps it is the only one that holds it."""
-    return _holders is not None and bool(_holders(storage._cdata) == 1)
 
 
 class Leaving(NamedTuple):

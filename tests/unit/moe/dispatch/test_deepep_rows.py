@@ -21,8 +21,9 @@ from eplb_runtime.config import (
     ConfigError,
     DispatchConfig,
 )
-from eplb_runtime.distributed.transports import deepep_package, nvshmem
-from eplb_runtime.moe.dispatch import choosing, deepep
+from eplb_runtime.distributed.transports import deepep, nvshmem
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch import deepep as dispatch
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, LowLatency
 from eplb_runtime.topology import Topology
@@ -79,20 +80,20 @@ ODDLY_LYING = {
 def test_router_weights_keep_every_bit_however_they_lie(weights: torch.Tensor, in_float8: bool) -> None:
     (tokens, choices), width = weights.shape, 128 if in_float8 else 33
     for times, given in itertools.product((1, choices), (weights, weights.double())):
-        rows = deepep.pack(torch.rand(tokens, width).bfloat16(), given, times, in_float8)
-        back = deepep.unpack_weights(rows, width, choices // times, given.dtype)
+        rows = dispatch.pack(torch.rand(tokens, width).bfloat16(), given, times, in_float8)
+        back = dispatch.unpack_weights(rows, width, choices // times, given.dtype)
         assert torch.equal(back.view(tokens, choices), given)
 
 
 def test_rows_keep_every_bit_there_and_values_with_one_summand_on_the_way_back() -> None:
     rows, values = of_all_bits(3, 4, torch.bfloat16), of_all_bits(3, 1, torch.float32)
-    sent = deepep.pack(rows, None, 2, in_float8=False)
+    sent = dispatch.pack(rows, None, 2, in_float8=False)
     assert sent.shape == (6, 16), "a multiple of 32 bytes"
-    back = deepep.unpack(sent, torch.tensor([5, 0]), rows.shape[1])
+    back = dispatch.unpack(sent, torch.tensor([5, 0]), rows.shape[1])
     assert torch.equal(back.view(torch.uint8), rows[[2, 0]].view(torch.uint8))
-    carried = deepep.pack_sums(rows.nan_to_num(), values)
+    carried = dispatch.pack_sums(rows.nan_to_num(), values)
     summed = (torch.zeros(carried.shape) + carried.float()).to(torch.bfloat16)
-    again, again_values = deepep.unpack_sums(summed, rows.shape[1], values.shape[1], torch.float32)
+    again, again_values = dispatch.unpack_sums(summed, rows.shape[1], values.shape[1], torch.float32)
     assert torch.equal(again, rows.nan_to_num())
     assert torch.equal(again_values.view(torch.uint8), values.view(torch.uint8))
 
@@ -101,9 +102,9 @@ def test_float8_keeps_some_bits_of_hidden_states() -> None:
     hidden = torch.randn(5, 384, generator=torch.Generator().manual_seed(0)).bfloat16() * 1000
     hidden[0], hidden[1, :128] = 0, float("inf")
     for times in (1, 3):
-        rows, scales = deepep.pack(hidden, torch.rand(5, 3), times, in_float8=True)
-        assert rows.dtype == deepep.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
-        back = deepep.unpack((rows, scales), torch.arange(5) * times, 384)
+        rows, scales = dispatch.pack(hidden, torch.rand(5, 3), times, in_float8=True)
+        assert rows.dtype == dispatch.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
+        back = dispatch.unpack((rows, scales), torch.arange(5) * times, 384)
         assert torch.equal(back[0], hidden[0]) and back[1, :128].isnan().all(), "what is not finite stays so"
         torch.testing.assert_close(back[2:], hidden[2:], rtol=1 / 16, atol=20)
         assert not torch.equal(back[2:], hidden[2:])
@@ -124,7 +125,7 @@ def test_float8_keeps_some_bits_of_hidden_states() -> None:
 def test_hidden_states_that_are_not_carried_are_refused(
     width: int, dtype: torch.dtype, in_float8: bool, said: str
 ) -> None:
-    refused = deepep.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, 8), in_float8)
+    refused = dispatch.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, 8), in_float8)
     assert said in refused and bool(said) == bool(refused) and "\n" not in refused
 
 
@@ -136,21 +137,21 @@ def test_hidden_states_that_are_not_carried_are_refused(
     [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
 )
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
-    found = deepep_package.why_not_between(ranks, per_node)
+    found = deepep.why_not_between(ranks, per_node)
     assert said in found and bool(found) == bool(said)
 
 
 def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "_world", [])
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    monkeypatch.setattr(deepep_package, "refuse_filled_memory", lambda: None)
+    monkeypatch.setattr(deepep, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep, "refuse_filled_memory", lambda: None)
     node, nodes = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (8, 16))
     config = deepep_double.Config(20)
     for _ in range(2):  # a new connection of the transport shares its world
         assert nvshmem.claim("transport='nvshmem'", nodes, again=True) == ""  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .* a process starts it once"):
-        deepep_package.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
+        deepep.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .*leave low_latency_tokens out"):
         LowLatency(DispatchContext.of(node, 4), 8, False)._buffer(2048)  # type: ignore[arg-type]
     nvshmem._world[:] = []
@@ -159,7 +160,7 @@ def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.Monk
 
 
 def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep, "imported", lambda: deepep_double)
     group, other = SimpleNamespace(size=lambda: 2, rank=lambda: 0), object()
     of_group = DispatchContext.of(group, 4)  # type: ignore[arg-type]
     by_name, auto = (DeepEPDispatcher(of_group, DispatchConfig("deepep"), one) for one in (None, other))  # type: ignore[arg-type]
@@ -178,14 +179,15 @@ def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyP
     assert "up to 128 slots a rank here, not 129" in named.problem
 
 
-def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
-    def dispatch(self: object, x: torch.Tensor) -> None: ...
+def test_a_version_that_takes_no_bound_between_nodes_is_refused_there() -> None:
+    def unbounded(self: object, x: torch.Tensor) -> None: ...
 
-    def bounded(self: object, x: torch.Tensor, num_worst_tokens: int = 0) -> None: ...
-
-    for method, takes in ((dispatch, False), (bounded, True)):
-        package = SimpleNamespace(Buffer=SimpleNamespace(internode_dispatch=method))
-        assert deepep_package.takes_bound(package, 8) and deepep_package.takes_bound(package, 16) == takes
+    buffer = SimpleNamespace(dispatch=unbounded, internode_dispatch=unbounded)
+    buffer.get_dispatch_config = buffer.get_combine_config = lambda num_ranks: num_ranks
+    package = SimpleNamespace(Buffer=buffer)
+    assert deepep.settings(package, 8) == (8, 8)
+    with pytest.raises(ConfigError, match=r"takes no num_worst_tokens between nodes: build it"):
+        deepep.settings(package, 16)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
