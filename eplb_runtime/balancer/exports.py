@@ -76,19 +76,29 @@ class WeightExport(Protocol):
 def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]) -> Iterator[None]:
     """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out. ``barrier``
     returns when all ranks are here; ``moved`` follows a change of the placement."""
+
+    def go(target: Placement, what: str) -> None:
+        if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
+            return
+        progress = rebalancer.move_to(target)
+        moved()
+        if progress.failed_phase is not None:
+            phase = progress.failed_phase.value
+            raise RuntimeError(f"experts could not be moved into logical order or back ({phase}): {progress.cause}")
+        logger.info("%s: %d experts moved", what, progress.moved_experts)
+
+    def back() -> None:
+        barrier()
+        go(before, "experts are back from logical order")
+
     barrier()
     if rebalancer.drain():  # what is in flight would commit inside, also where nothing has to move
         moved()
     before = rebalancer.placement()
-    sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
-
-    def back() -> None:
-        barrier()
-        _go(rebalancer, before, moved, "experts are back from logical order")
-
     rebalancer.quiesced += 1
     try:
-        _go(rebalancer, Placement.initial(*sizes), moved, "experts are in logical order")
+        sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
+        go(Placement.initial(*sizes), "experts are in logical order")
         try:
             yield
         except BaseException:
@@ -100,16 +110,3 @@ def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved:
         back()
     finally:
         rebalancer.quiesced -= 1
-
-
-def _go(rebalancer: Rebalancer, target: Placement, moved: Callable[[], None], what: str) -> None:
-    """Migrate, and say so. Raises RuntimeError, on every rank: the migration was dropped, or a part of it."""
-    if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
-        return
-    progress = rebalancer.move_to(target)
-    moved()
-    if progress.failed_phase is not None:
-        raise RuntimeError(
-            f"experts could not be moved into logical order or back ({progress.failed_phase.value}): {progress.cause}"
-        )
-    logger.info("%s: %d experts moved", what, progress.moved_experts)

@@ -169,7 +169,7 @@ class Guard(LoopHooks):
         trained = [parameter.requires_grad for parameter in (*self._tensors.dense.values(), *self._experts.values())]
         facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]
         problem = problem or why_misplaced(self._experts, self._tensors.optimizers)
-        if what == "weights" and self._tensors.memory.name_of_freed():
+        if what == "weights" and self._tensors.memory.why_freed():
             return Sample(what, problem, facts)
         dense = _whole(self._tensors.dense) if len(job.data_ranks) > 1 else {}
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}

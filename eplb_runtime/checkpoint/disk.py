@@ -39,11 +39,11 @@ logger = logging.getLogger("eplb_runtime")
 
 MARKER = "checkpoint.json"
 FORMAT, VERSION = "eplb-runtime-checkpoint", 3
-PARTS = ("model", "optimizer", "extra")
+PARTS, INDEX = ("model", "optimizer", "extra"), "{}.safetensors.index.json"
 FILE_BYTES = 4 << 30
 """Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
 _OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
-LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
+_LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
 _MOST_BYTES = 1 << 30
 _BLOCK_BYTES = 16 << 20
 
@@ -282,8 +282,8 @@ def _publish(
         write_file(folder / name, data)
     write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
     _remove(folder, lambda _, save: save != token)
-    unused = [folder / _index_name(part) for part in PARTS if _index_name(part) not in indexes]
-    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(LIBRARY_PARTIALS)):
+    unused = [folder / INDEX.format(part) for part in PARTS if INDEX.format(part) not in indexes]
+    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(_LIBRARY_PARTIALS)):
         with suppress(OSError):
             file.unlink()
 
@@ -307,15 +307,11 @@ def _indexes(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, by
                             "of their own"
                         )
     return {
-        _index_name(part): json.dumps(
+        INDEX.format(part): json.dumps(
             {"metadata": {"total_size": nbytes[part]}, "weight_map": weight_map}, indent=2, sort_keys=True
         ).encode()
         for part, weight_map in maps.items()
     }
-
-
-def _index_name(part: str) -> str:
-    return f"{part}.safetensors.index.json"
 
 
 def _seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:

@@ -94,10 +94,9 @@ class _InMemory(Saved):
 
 
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Write what ``save_pretrained`` of the whole model would, a piece at a time, to a folder that all ranks see.
-    Collective, between steps. A model that is larger than a shard is written by all ranks, each its own experts. On top
-    of its model a rank needs the memory of a bucket (64 MiB) or one tensor, and on the host that of its shards, where
-    they are not its own live memory. Files get their names when all are whole, the index last. ``options``: of the
+    """Write what ``save_pretrained`` of the whole model would, a piece at a time, from the first rank. Collective,
+    between steps. On top of its model a rank needs the memory of a bucket (64 MiB) or one tensor, and the first one on
+    the host that of a shard. Files get their names when all are whole, the index last. ``options``: of the
     library's ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``save_original_format``; not what
     uploads, renames or writes something else.
     Raises CheckpointError: there are no such folders for this model, or another rank failed; OSError: this rank could

@@ -100,8 +100,6 @@ class LogicalView:
             name: one for one in self.optimizers for group in one.param_groups for name in self.names_of(group)
         }
 
-    # -- names and tensors ---------------------------------------------------------------------------------------------
-
     def entries(self, *parts: str) -> Iterator[Entry]:
         """Everything that is saved, loaded and compared, in an order that is equal on every rank; ``parts``: only
         these of ``"model"``, ``"optimizer"``, ``"extra"``."""
@@ -164,8 +162,6 @@ class LogicalView:
         else:
             yield zeros, here
 
-    # -- optimizers ----------------------------------------------------------------------------------------------------
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of all optimizers."""
@@ -194,8 +190,6 @@ class LogicalView:
     def _optimizer_for(self, name: str) -> torch.optim.Optimizer | None:
         """The one that has a parameter, or will get it."""
         return self._optimizer_of.get(name, self.optimizers[0] if self.optimizers else None)
-
-    # -- before and after a load or save -------------------------------------------------------------------------------
 
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +43,6 @@ _MOST_NAMED = 8
 
 class ExportError(RuntimeError):
     """Weights that could not be exported, or are not the model's; one line, the same on every rank."""
-
-
-# -- what hosts list ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,6 +148,14 @@ class TensorList:
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
         self._placement = balancer.placement
         self.num_experts = self._placement.num_experts
+        # int64 [L, E]: where each logical expert is among the rows of all ranks that have each row once.
+        homes_LE = self._placement.homes_LRH.reshape(self._placement.num_layers, -1)
+        self._places = np.argsort(homes_LE, axis=1, kind="stable")
+        self._row_sets = {  # for each stage, the sets of ranks that have each of its rows once
+            stage: [ranks for ranks in self.job.row_sets if ranks[0] in holders]
+            for held, holders in zip(self.job.stage_sets, self.job.data_sets, strict=True)
+            for stage in held
+        }
         # Each EDP rank has a slice of each expert.
         sliced = balancer.tensors.sliced and not self.job.divided_rows and len(self.job.edp_ranks) > 1
         self.pieces = [piece for stage, listed in weights.items() for piece in self._pieces_of(stage, listed, sliced)]
@@ -221,20 +225,6 @@ class TensorList:
         self.pieces = [piece for piece in self.pieces if piece.stage == first_of[piece.name].stage]
         return ""
 
-    @cached_property
-    def _places(self) -> np.ndarray[Any, Any]:
-        """int64 ``[L, E]``: where each logical expert is among the rows of all ranks that have each row once."""
-        return np.argsort(self._placement.homes_LRH.reshape(self._placement.num_layers, -1), axis=1, kind="stable")
-
-    @cached_property
-    def _row_sets(self) -> dict[int, list[tuple[int, ...]]]:
-        """For each stage, the sets of ranks that have each of its rows once."""
-        return {
-            stage: [ranks for ranks in self.job.row_sets if ranks[0] in holders]
-            for held, holders in zip(self.job.stage_sets, self.job.data_sets, strict=True)
-            for stage in held
-        }
-
     def owner_of(self, number: int, to: int | None = None) -> int | None:
         """Return the rank that gives a piece to all or to one rank; None: all have it, so nothing travels."""
         piece, sets = self.pieces[number], self._row_sets[self.pieces[number].stage]
@@ -245,8 +235,6 @@ class TensorList:
         if to is None and len(holders) == len(self.job.ranks):
             return None
         return to if to in holders else holders[number % len(holders)]
-
-    # -- values ------------------------------------------------------------------------------------------------------
 
     def value(self, piece: Piece, owner: int | None) -> Tensor | None:
         """Return a piece on its owner, in live memory where that is whole; else None. A joint piece is collective over

@@ -4,9 +4,8 @@ Each waits no longer than its deadline, or than its group's timeout where it is 
 every rank, and names the ranks that differ or have failed.
 
 `Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
-ranks. A vote alone is not enough: a rank may time out in it while
-the others finish. So the outcome is a record in the launcher's store, written by compare-and-set: the first word
-stands, and a rank that timed out writes "abort".
+ranks. A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
+launcher's store, written by compare-and-set: the first word counts, and a rank that timed out writes "abort".
 
 `TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
 without this rank's yes: until it has said that, it may refuse alone. From then on it is in doubt. It may propose a
@@ -60,26 +59,25 @@ class TransportError(RuntimeError):
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until the host sees that all works are done; RuntimeError: the group is broken."""
-    deadline = time.monotonic() + seconds
+def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
+    """Wait until the host sees that work of a group is done; RuntimeError: the group is broken."""
+    assert work is not None
     if not on_device:
-        for work in works:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        work.wait(timedelta(seconds=max(0.001, seconds)))
         return
     # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
-    while not all(work.is_completed() for work in works):
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
         if time.monotonic() > deadline:
             group.abort()
             raise RuntimeError(f"not done in {seconds:g} s")
         time.sleep(_POLL_SECONDS)
-    for work in works:
-        work.wait()
+    work.wait()
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
-    """Return how long collectives of this group wait by now. Messages between two ranks must be told: by
-    themselves they wait for what was given when the group was made."""
+    """Return how long collectives of this group wait by now. Messages between two ranks need it as an argument: their
+    default is what the group was made with."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
@@ -132,8 +130,7 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
     rows = mine.new_empty(group.size() * mine.numel())
     try:
         work = all_gather_into(rows, mine, group=group, async_op=True)
-        seconds = max(0.001, deadline - time.monotonic())
-        wait_on_host([work], group, seconds, on_device=mine.device.type != "cpu")
+        wait_on_host(work, group, deadline - time.monotonic(), on_device=mine.device.type != "cpu")
     except RuntimeError as error:
         raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
     return rows.view(group.size(), -1)

@@ -272,8 +272,7 @@ class ProcessGroups:
         try:
             token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
             work = dist.all_reduce(token, group=group, async_op=True)
-            assert work is not None
-            wait_on_host([work], group, making.total_seconds(), on_device=backend != "gloo")
+            wait_on_host(work, group, making.total_seconds(), on_device=backend != "gloo")
         except BaseException:
             self.give_back(group)
             raise

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import launcher_environment
-from ..distributed.consensus import extremes
+from ..distributed.consensus import all_equal
 from ..distributed.process_groups import forget_group, make_group
 from ..distributed.store import name_of_job
 from ..load.series import RecordedJob
@@ -88,7 +88,9 @@ def record(
         everyone = list(range(dist.get_world_size()))
         wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
         group = _group(everyone)
-        _same_everywhere(torch.tensor([len(found.layers), *sizes, interval]), group)
+        mine = torch.tensor([len(found.layers), *sizes, interval]).numpy().tobytes()
+        if odd := all_equal(mine, "number of layers, number of experts or interval", group):
+            raise AttachError(f"ranks record different models: {odd}")
     recording = Recording(
         whole,
         [layer.hook for layer in found.layers],
@@ -186,12 +188,3 @@ def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
     name = f"{name_of_job(store, everyone, dist.get_rank())}/record"
     timeout = dist.distributed_c10d.default_pg_timeout
     return make_group(store, name, everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
-
-
-def _same_everywhere(mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    lowest, highest = extremes(mine, group)
-    if not torch.equal(lowest, highest):
-        raise AttachError(
-            "ranks record different models: layers, experts and interval must be the same on every rank (here "
-            f"{', '.join(map(str, mine.tolist()))})"
-        )

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..distributed.consensus import Agreement, Verdict, has_another
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
-from ..moe.experts.record import End, Record, RecordFormat, Shard
-from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
+from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
 from ..utils.errors import one_line
@@ -120,7 +119,7 @@ def segments_of(record: Record, device: torch.device) -> list[Segment]:
     """Messages of a record, in the order of its bytes."""
     found: list[tuple[bool, list[Shard]]] = []
     for shard in record.shards:
-        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard.tensor, device)
+        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard, device)
         if direct or not found or found[-1][0]:
             found.append((direct, []))
         found[-1][1].append(shard)
@@ -131,9 +130,9 @@ def segments_of(record: Record, device: torch.device) -> list[Segment]:
     ]
 
 
-def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
-    """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
-    rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
+def _can_send_rows(shard: Shard, device: torch.device) -> bool:
+    """Return whether each row of its tensor is contiguous and on the device of the messages, on every rank."""
+    rows = shard.tensor.memory if isinstance(shard.tensor.tensor, tuple) else (shard.tensor.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 
 
@@ -180,7 +179,7 @@ class Exchange:
         within: transfers between slots of this rank.
         copied: pieces that stay on this rank, read before anything is written.
         pending: all messages in flight.
-        incoming: the received ones of them.
+        incoming: experts among them.
         arrived_checksums: of experts that have arrived, in the order of ``staged``.
         sent_checksums: checksums that each rank computed before it sent its experts.
     """
@@ -325,19 +324,16 @@ class RoundExecutor:
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
         """Begin to exchange the experts of a round."""
         own = list(self._own(round_, records))
-        receives = self._expect(own, records, exchange)
+        receives, checksums = self._expect(own, records, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)
-        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
+        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it, which are computed
+        # while experts travel.
         for shipment in own:
             if shipment.leaves is not None and shipment.arrives is None:
                 departing[shipment.destination].append(self._departing(shipment.destination, shipment.leaves))
         sends = [message for experts in departing.values() for expert in experts for message in expert]
-        if self._transport.one_by_one:
-            exchange.incoming = self._add(exchange, [], receives)
-            self._add(exchange, sends, [])
-            self._add(exchange, self._checksums(departing), [])  # computed while experts travel
-        else:
-            exchange.incoming = self._add(exchange, [*sends, *self._checksums(departing)], receives)
+        exchange.incoming = self._add(exchange, sends, receives)
+        self._add(exchange, self._checksums(departing), checksums)
 
     def arrived(self, exchange: Exchange) -> list[Staged]:
         """Records that have arrived and are not hashed yet, in order."""
@@ -407,8 +403,11 @@ class RoundExecutor:
             if any(record is not None and record.shards for record in (leaves, arrives)):
                 yield Shipment(transfer, source, destination, leaves, arrives)
 
-    def _expect(self, own: Sequence[Shipment], records: Records, exchange: Exchange) -> list[Message]:
-        """Messages of the experts that arrive here. Notes the moves within the rank, and reads pieces of them."""
+    def _expect(
+        self, own: Sequence[Shipment], records: Records, exchange: Exchange
+    ) -> tuple[list[Message], list[Message]]:
+        """Return messages of the experts that arrive here, and of their checksums. Notes the moves within the rank, and
+        reads pieces of them."""
         receives: list[Message] = []
         for transfer, source, _, leaves, target in own:
             if target is None:
@@ -425,10 +424,8 @@ class RoundExecutor:
             receives += [Message(source, part) for part in messages]
             exchange.staged.append(Staged(transfer, source, record, target, messages, len(receives) - 1))
         for peer, experts in Counter(s.source for s in exchange.staged).items():
-            sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
-            exchange.sent_checksums[peer] = sums
-            receives.append(Message(peer, sums))
-        return receives
+            exchange.sent_checksums[peer] = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
+        return receives, [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()]
 
     def _departing(self, peer: int, record: Record) -> list[Message]:
         """Messages of one expert that leaves."""

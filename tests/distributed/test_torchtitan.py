@@ -157,7 +157,6 @@ MISTAKES: list[tuple[str, Row, Mistake]] = [
     ("leave 'model' out of compile.components", PLAIN, compiled),
     ("moe_comm_backend", PLAIN, partial(another_dispatcher, "AllToAllTokenDispatcher")),
     ("override did not replace", PLAIN, lambda config: config.override.imports.clear()),
-    ("saved in another order", PLAIN, lambda config: config.override.imports.pop()),
     ("not whole experts", PLAIN, two_experts),
     ("balancer was never attached", PLAIN, setting("model_spec", "post_optimizer_build_fn", None)),
     (
@@ -167,7 +166,7 @@ MISTAKES: list[tuple[str, Row, Mistake]] = [
     ),
     ("its dispatcher knows one place for an expert", OWN, partial(with_settings, replica_slots=1)),
     (
-        "torchtitan's dispatcher sends tokens; leave dispatch out",
+        "the framework's own dispatcher sends tokens; leave dispatch out",
         OWN,
         partial(with_settings, dispatch=DispatchConfig("hierarchical")),
     ),

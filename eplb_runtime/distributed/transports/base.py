@@ -150,10 +150,6 @@ class Transport(ABC):
         device: where messages have to be: the model's device, or the CPU when the transport needs host memory.
     """
 
-    one_by_one: bool = False
-    """Whether what two ranks send each other may be posted at different times: all of what comes first, then bit by bit
-    what goes. Others want both in one call."""
-
     in_order: bool = False
     """True if its messages are kernels that wait for their peers on the device. Those and the host's collectives must
     be launched in one order on all ranks, or each may keep the other from a device: `post` is called by the thread

@@ -136,8 +136,8 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
 
 
 def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: Any, back: Any) -> Any:
-    """Return the buffer of so many multiprocessors that this process has between these ranks, whoever uses it; made by
-    the first who asks. Collective then."""
+    """Return the one buffer of so many multiprocessors between these ranks, for tokens and experts. The first call
+    makes it, and is collective."""
     key = id(package), tuple(dist.get_process_group_ranks(group)), num_sms
     if key not in _buffers:
         _buffers[key] = new_buffer(package, group, there, back)

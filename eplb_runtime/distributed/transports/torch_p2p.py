@@ -30,7 +30,6 @@ class TorchPointToPoint(Transport):
         self._on_host = backend == "gloo"
         self._pinned = self._on_host and device.type == "cuda"
         self.device = self._group_device
-        self.one_by_one = self._on_host
         self.in_order = not self._on_host
         self._tags: Counter[tuple[int, bool]] = Counter()
 

@@ -245,12 +245,8 @@ def describe(view: LogicalView, folder: Path) -> None:
 
 @torch.no_grad()
 def write(view: LogicalView, folder: Path, **options: Any) -> None:
-    """Write what ``save_pretrained`` of the whole model would, cut into shards by rank. Collective.
-
-    What fits into one shard is one file, written by rank 0; of anything larger each rank writes shards of its own, and
-    nothing travels but experts that the folder stores stacked. A rank holds on the host what has come for its shards,
-    on top of a bucket of the stream.
-    """
+    """Write what ``save_pretrained`` of the whole model would. Collective; all comes to the first rank, which holds a
+    shard on the host, and two stacks, on top of a bucket of the stream."""
     for name, mend in _NOT_HERE.items():
         if options.pop(name, None):
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
@@ -261,21 +257,13 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
     listed = _folder_weights(view, as_in_model=not options.pop("save_original_format", True))
     tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: listed})
-    to = _destinations(tensors, at_once=sum(piece.spec.nbytes for piece in tensors.pieces) <= shard_bytes)
     joint, failed = JointAccess.of(view), f"{folder} was not exported"
     token = joint.new_token()
+    to = [joint.ranks[0]] * len(tensors.pieces)
     parts = (("model", name, value.cpu()) for name, value in brought(tensors, to))
     try:
-        own = joint.together(failed, lambda: write_tensors(folder, joint.number, token, parts, shard_bytes))
-        of_ranks = [json.loads(text) for text in joint.gather_bytes(json.dumps(own).encode())]
-        files = [name for names in of_ranks for name in names]
-        final = {name: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, name in enumerate(files, 1)}
-        final = final if len(files) > 1 else dict.fromkeys(files, _ONE_FILE)
-        # The files get their names only when all of them are whole; in between there is no index, so nothing loads.
-        joint.on_first(failed, lambda: _renew_folder(view, folder, options))
-        joint.together(failed, lambda: [(folder / name).rename(folder / final[name]) for name in own])
-        file_of = {key: final[name] for names in of_ranks for name, keys in names.items() for key in keys}
-        joint.on_first(failed, lambda: _write_index(view, tensors, file_of, folder))
+        files = joint.together(failed, lambda: write_tensors(folder, joint.number, token, parts, shard_bytes))
+        joint.on_first(failed, lambda: _finish(view, tensors, files, folder, options))
     except BaseException:
         remove_own(folder, joint.number, token)
         raise
@@ -292,37 +280,23 @@ def _refuse(view: LogicalView, job: Job) -> None:
         raise CheckpointError("a pipeline stage is no whole model: use checkpoint.save")
 
 
-def _destinations(tensors: TensorList, at_once: bool) -> list[int]:
-    """The rank that writes each piece: experts with tensors of their own stay on their rank, other tensors go to the
-    rank that has least."""
-    pieces, nbytes = tensors.pieces, dict.fromkeys(tensors.job.data_ranks, 0)
-    if at_once:
-        return [tensors.job.ranks[0]] * len(pieces)
-    own = [None if piece.expert is None or piece.rows else tensors.owner_of(n) for n, piece in enumerate(pieces)]
-    for rank, piece in zip(own, pieces, strict=True):
-        if rank is not None:
-            nbytes[rank] += piece.spec.nbytes
-    to: list[int] = []
-    of_stacked: dict[str, int] = {}
-    for rank, piece in zip(own, pieces, strict=True):
-        if rank is None and (rank := of_stacked.get(piece.name)) is None:
-            rank = of_stacked[piece.name] = min(nbytes, key=lambda rank: nbytes[rank])
-            nbytes[rank] += piece.whole.nbytes
-        to.append(rank)
-    return to
-
-
-def _renew_folder(view: LogicalView, folder: Path, options: Mapping[str, Any]) -> None:
-    """Configuration and the like by the library, which also clears old shards away; an old index goes first."""
+def _finish(
+    view: LogicalView,
+    tensors: TensorList,
+    files: Mapping[str, Sequence[str]],
+    folder: Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Give whole files the library's names, and write the rest of the folder; in between nothing loads."""
     for name in (_INDEX, _ONE_FILE):
         (folder / name).unlink(missing_ok=True)
+    # Configuration and the like by the library, which also clears old shards away.
     type(view.model).save_pretrained(view.model, str(folder), state_dict={}, **options)  # type: ignore[attr-defined]
-
-
-def _write_index(view: LogicalView, tensors: TensorList, file_of: Mapping[str, str], folder: Path) -> None:
-    files = sorted(set(file_of.values()))
-    if unseen := [name for name in files if not (folder / name).exists()]:
-        raise CheckpointError(f"the first rank does not see {unseen[0]} in {folder}: give a folder that all ranks see")
+    file_of: dict[str, str] = {}
+    for number, (file, keys) in enumerate(files.items(), start=1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _ONE_FILE
+        (folder / file).rename(folder / final)
+        file_of |= dict.fromkeys(keys, final)
     if len(files) == 1:
         return
     numels = {id(entry.tensor): torch.Size(view.spec_of(entry).shape).numel() for entry in view.entries("model")}
