@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from .balancer.balancer import Balancer as Balancer
-    from .balancer.gradients.scaler import GradScaler as GradScaler
+    from .balancer.balancer import GradScaler as GradScaler
     from .checkpoint import load_logical_state_dict as load_logical_state_dict
     from .checkpoint import logical_state_dict as logical_state_dict
     from .config import BalancerConfig as BalancerConfig
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _ROOM_OF = {
     "BalancedTrainer": "hosts.trainer",
     "Balancer": "balancer.balancer",
-    "GradScaler": "balancer.gradients.scaler",
+    "GradScaler": "balancer.balancer",
     "Placement": "placement",
     "Topology": "topology",
     "record": "hosts.recording",

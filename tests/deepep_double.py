@@ -38,7 +38,7 @@ _between_nodes: list[Any] = []
 
 
 def imported(asked: str = "") -> Any:
-    """Stands in for `deepep_package.imported`."""
+    """Stands in for `deepep.imported`."""
     return sys.modules[__name__]
 
 

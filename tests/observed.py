@@ -35,7 +35,7 @@ def start() -> Placement:
 
 
 def job(now: float = 1000.0) -> Record:
-    return job_record(CONFIG, TOPOLOGY, start(), world_size=RANKS, now=now, version="0")
+    return job_record(CONFIG, TOPOLOGY, start(), world_size=RANKS, now=now)
 
 
 def decisions(rounds: int = 3, seed: int = 0) -> Iterator[list[Event]]:

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.distributed import private_groups
+from eplb_runtime.distributed.process_groups import forget_group, make_group
 from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 
@@ -60,7 +60,7 @@ def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
     if backend != "nccl":
         return dist.new_group(backend=backend, timeout=timeout)
     ranks, store = list(range(RANKS)), dist.distributed_c10d._get_default_store()
-    return private_groups.make(store, name, ranks, rank, backend, timeout, "a test's")
+    return make_group(store, name, ranks, rank, backend, timeout, "a test's")
 
 
 def give_back(group: dist.ProcessGroup) -> None:
@@ -68,7 +68,7 @@ def give_back(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
         return
     group.abort()
-    private_groups.forget(group)
+    forget_group(group)
 
 
 def soon(seconds: float = TIMEOUT) -> float:
@@ -251,26 +251,6 @@ def a_message_that_is_said_to_be_here_is(rank: int, transport: Transport) -> Non
         transport.post(out, []).wait(soon())
 
 
-def what_comes_is_posted_first_and_what_goes_bit_by_bit(rank: int, transport: Transport) -> None:
-    """For transports that say so; each message is told of when it is here, while later ones have not even been sent."""
-    sizes = [3 << 20, 16, 5000]
-    if transport.one_by_one and rank == 0:
-        into = [transport.empty(size) for size in sizes]
-        pending = transport.post([], [Message(1, piece) for piece in into])
-        for number, piece in enumerate(into):
-            tell(f"send number {number}")
-            end = soon()
-            while not pending.has(number):
-                assert time.monotonic() < end
-            assert torch.equal(piece, random_bytes(number, sizes[number], transport.device)), number
-            assert number + 1 == len(sizes) or not pending.poll()
-        pending.wait(soon())
-    if transport.one_by_one and rank == 1:
-        for number, size in enumerate(sizes):
-            hear(f"send number {number}")
-            transport.post([Message(0, random_bytes(number, size, transport.device))], []).wait(soon())
-
-
 CASES: list[Case] = [
     messages_of_a_pair_arrive_in_order,
     messages_of_any_size,
@@ -284,5 +264,4 @@ CASES: list[Case] = [
     what_is_cancelled_is_not_written,
     what_is_done_stays_done_after_an_abort,
     a_message_that_is_said_to_be_here_is,
-    what_comes_is_posted_first_and_what_goes_bit_by_bit,
 ]

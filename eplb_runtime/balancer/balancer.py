@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,8 +15,10 @@ from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from ..distributed.transports.base import Transport
 from ..events import EventLog
@@ -27,16 +28,14 @@ from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
-from .exports import EXPORT_SECONDS, TensorStream, WeightExport, placed_logically
+from .exports import EXPORT_SECONDS, OpenStream, TensorStream, WeightExport, placed_logically
 from .gradients.reduction import Gradients
-from .guard import FirstSteps, Guard
-from .loop_state import LoopHooks, LoopState
+from .loop_state import LoopState
 from .phases import Phases
 from .rebalancer import Rebalancer, use_device
 from .restore import Restorer
-from .runtime import Runtime
+from .runtime import ModelTensors, Runtime
 from .status import DecisionLine, balancer_table
-from .tensors import ModelTensors
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -66,23 +65,6 @@ class OptimizerHooks(Protocol):
 
     def follow(self) -> None:
         """Take over parameters that ``add_param_group`` has added since."""
-
-
-class _OpenStream(LoopHooks):
-    """The stream of weights that is open on this rank; it ends when the rank goes on to something else."""
-
-    stream: weakref.ref[TensorStream] | None = None
-
-    def end(self, what: str) -> None:
-        stream, self.stream = self.stream() if self.stream is not None else None, None
-        if stream is not None:
-            stream.close(f"it called {what} while its stream of weights was open")
-
-    def before_reduce(self) -> None:
-        self.end("optimizer.step()")
-
-    def on_step_end(self) -> None:
-        self.end("the end of a training step")
 
 
 T = TypeVar("T")
@@ -116,14 +98,13 @@ class Balancer:
         self.runtime = runtime
         self.tensors = ModelTensors(runtime)
         self.loop = LoopState(self.tensors)
-        self.guard = Guard(runtime, self.tensors, self.loop, self.events)
-        self.gradients = Gradients(runtime, self.tensors, self.loop)
-        self.rebalancer = Rebalancer(runtime, transport, self.guard, self.events, self.loop)
+        self.gradients = Gradients(runtime, self.loop)
+        self.rebalancer = Rebalancer(runtime, transport, self.events, self.loop)
+        self.guard = self.rebalancer.guard
         self._rebalance_now: Callable[[], bool] = self.rebalancer.now
         self._restorer = Restorer(runtime, self.rebalancer)
-        self._stream = _OpenStream()
-        first_steps = FirstSteps(runtime, self.tensors, self.guard, self.rebalancer.run)
-        self.loop.hooks += [self._stream, self.gradients, first_steps, self.rebalancer]
+        self._stream = OpenStream()
+        self.loop.hooks += [self._stream, self.gradients, self.guard, self.rebalancer]
         for layer in runtime.layers if config.overlap else ():
             layer.before = self.rebalancer.overlapped.before_layer
         if runtime.job.is_planner:
@@ -134,11 +115,10 @@ class Balancer:
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
         self._export_with = export_with
-        self._phases = Phases(runtime, self.rebalancer, self.tensors.memory, self.events, self.loop)
+        self._phases = Phases(runtime, self.rebalancer, self.events, self.loop)
         self.closing = ExitStack()
         for end in (
             runtime.groups.close_balancing,
-            lambda: runtime.dispatcher.close(time.monotonic() + config.timeout_seconds),
             self.guard.end,
             self.close_listeners,
             self.rebalancer.close,
@@ -570,3 +550,40 @@ class Balancer:
         """Follow a change of the placement, and bring replicas the weights of their homes."""
         self.loop.on_moved()
         self.rebalancer.refresh_replicas()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for an attached model; use it in the same way. A step is skipped on every rank or on
+    none: each looks at the gradients of its own experts, so an overflow may show on one rank alone. Gradients that
+    replicas hold back are reduced before they are unscaled.
+
+    Args:
+        balancer: the one that ``attach`` gave.
+        options: of torch's: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``.
+    """
+
+    def __init__(self, balancer: Balancer, **options: Any) -> None:
+        super().__init__(balancer.runtime.device.type, **options)
+        self._balancer = balancer
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reduce gradients over ranks, divide them by the scale, and agree on whether any is infinite or NaN."""
+        if not self._enabled:
+            return
+        self._balancer.reduce_gradients()
+        super().unscale_(optimizer)
+        # As torch's ShardedGradScaler does it for FSDP, whose flag has a shape that fused optimizers cannot take.
+        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = self._balancer.runtime.device
+        anywhere = torch.stack([torch.zeros((), device=device), *(flag.to(device) for flag in found.values())]).amax()
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._balancer.runtime.groups.everyone)
+        for key in found or [device]:
+            found[key] = anywhere.to(key)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step as torch's does. Fused optimizers, which would unscale by themselves, get the result that the ranks
+        agreed on. If one of several optimizers has an overflow, the others step."""
+        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        with self._balancer.optimizer_hooks.around_step(optimizer):
+            return super().step(optimizer, *args, **kwargs)

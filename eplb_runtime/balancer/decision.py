@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import BalancerConfig
-from ..distributed.consensus import Agreement, maxima
+from ..distributed.consensus import Agreement, Phase, Probe, maxima
 from ..distributed.control_channel import ConnectionLost
-from ..distributed.points import Phase, Probe
 from ..events import LoadMeasured, RebalancePlanned
 from ..load.clock import ASSUMED_SHARE, ExpertShare, SampledStep, median_time
 from ..load.counter import HostCopy, aggregate
@@ -55,15 +53,17 @@ class Decision:
     """A decision, the same on all ranks. ``target`` is None when nothing is to move or the decision failed.
 
     Args:
+        digest: of what rank 0 sent, to compare; zeros: nothing usable arrived on this rank.
         failure: reason for which there is no plan; empty: there is one.
         planned: the event of the plan, as rank 0 sent it; its step is 0.
         measured: the event of the load that the decision started from; None: it failed before.
         finding: a mistake that the guard has found; empty: none.
     """
 
-    target: Placement | None = None
+    digest: bytes = bytes(16)
     failure: str = ""
     planned: RebalancePlanned | None = None
+    target: Placement | None = None
     measured: LoadMeasured | None = None
     finding: str = ""
 
@@ -121,7 +121,9 @@ class PlanMaker:
         self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
         self._sources: NDArray[np.float64] | None = None
-        self._track_record = TrackRecord(_decisions_of_horizon(self._config), self._config.speed_R)
+        horizon, interval = self._config.horizon, self._config.interval
+        decisions = 1 if horizon is None else JUDGED if interval is None else -(-horizon // interval)
+        self._track_record = TrackRecord(decisions, self._config.speed_R)  # a plan promises its gain for so many
         self.saved_track_record: list[list[float]] = []
         self._job = runtime.job
         self._is_planner = self._job.is_planner
@@ -207,9 +209,9 @@ class PlanMaker:
 
     def place_anew(
         self, load: NDArray[np.int64], current: Placement, group: dist.ProcessGroup, agreement: Agreement
-    ) -> tuple[Sent, str]:
-        """Plan a placement of the sizes of ``current`` for a load, int64 ``[T, L, E]``, from scratch; returns it, and
-        why ranks do not have the same. Collective. RuntimeError: a rank did not arrive in time."""
+    ) -> Decision:
+        """Plan a placement of the sizes of ``current`` for a load, int64 ``[T, L, E]``, from scratch. Collective.
+        RuntimeError: a rank did not arrive in time."""
 
         def ask() -> bytes:
             if self.process is not None:
@@ -220,7 +222,7 @@ class PlanMaker:
         verdict = agreement.check_equal(sent.digest, "plan")
         if verdict.connections_broken:
             raise ConnectionLost(verdict.cause)
-        return sent, verdict.cause
+        return replace(sent, failure=verdict.cause or sent.failure)
 
     def steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
         """Return the training steps that buckets ``[T, L, E]`` cover."""
@@ -316,12 +318,12 @@ class PlanMaker:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=group)
         return buffer
 
-    def read(self, message: bytearray, current: Placement) -> Sent:
+    def read(self, message: bytearray, current: Placement) -> Decision:
         """Return the plan that rank 0 has sent; its digest is zeros where the bytes are no plan."""
         try:
             fields = json.loads(message)
             if failure := fields.get("failure", ""):
-                return Sent(b"f" * 16, failure)
+                return Decision(b"f" * 16, failure)
             planned = RebalancePlanned(0, **fields["planned"])
             if planned.by_layer is not None:
                 planned = replace(planned, by_layer=np.array(planned.by_layer, dtype=np.float64))
@@ -330,18 +332,9 @@ class PlanMaker:
                 target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
         except ValueError as error:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
-            return Sent(bytes(16))
+            return Decision()
         self.saved_track_record = fields["track_record"]
-        return Sent(b"s" * 16 if target is None else bytes.fromhex(target.digest()), "", planned, target)
-
-
-class Sent(NamedTuple):
-    """Message of rank 0: why there is no plan, or the plan, and where experts go (None: they stay)."""
-
-    digest: bytes
-    failure: str = ""
-    planned: RebalancePlanned | None = None
-    target: Placement | None = None
+        return Decision(b"s" * 16 if target is None else bytes.fromhex(target.digest()), "", planned, target)
 
 
 def decide(
@@ -383,7 +376,7 @@ def decide(
         problem = _failed_here(error)
     with phase("decision: plan", epoch=epoch):
         message = maker.broadcast(partial(maker.plan, measurement, total), group)
-    sent = Sent(bytes(16))
+    sent = Decision()
     try:
         probe(Phase.PLANNED, message)
         sent = maker.read(message, measurement.placement)
@@ -397,20 +390,14 @@ def decide(
     if verdict.connections_broken:
         raise ConnectionLost(verdict.cause)
     failure = verdict.cause or sent.failure
-    return Decision(None if failure else sent.target, failure, sent.planned, measured, finding)
+    target = None if failure else sent.target
+    return replace(sent, failure=failure, target=target, measured=measured, finding=finding)
 
 
 def _failed_here(error: Exception) -> str:
     """Log a problem of this rank, for which the others wait: it is reported when digests are compared."""
     logger.warning("the decision failed on this rank", exc_info=error)
     return f"{type(error).__name__}: {error}"
-
-
-def _decisions_of_horizon(config: BalancerConfig) -> int:
-    """Decisions for which a plan promises its gain."""
-    if config.horizon is None:
-        return 1
-    return JUDGED if config.interval is None else -(-config.horizon // config.interval)
 
 
 def _or_failure(work: Callable[[], bytes]) -> bytes:

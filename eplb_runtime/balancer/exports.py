@@ -6,6 +6,7 @@ Weights are exported by `checkpoint`, which the hosts' room hands to the balance
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..placement import Placement
 from ..utils.errors import one_line
+from .loop_state import LoopHooks
 from .rebalancer import Rebalancer
 
 logger = logging.getLogger("eplb_runtime")
@@ -25,13 +27,8 @@ EXPORT_SECONDS = 120.0
 
 
 class TensorStream(Iterator[tuple[str, Tensor]]):
-    """Named tensors one after another, of which all ranks take all; as a context it ends with its block.
-
-    Attributes:
-        experts: MoE layer and logical expert of each tensor of experts, by name; None: all experts of the layer,
-            stacked.
-        num_experts: of each MoE layer.
-    """
+    """Named tensors one after another, of which all ranks take all; as a context it ends with its block. ``experts``:
+    MoE layer (of ``num_experts``) and logical expert of each tensor of experts, by name; None: all, stacked."""
 
     experts: Mapping[str, tuple[int, int | None]]
     num_experts: int
@@ -48,6 +45,23 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
         self.close("" if error is None else f"its consumer failed: {one_line(error, with_type=True)}")
 
 
+class OpenStream(LoopHooks):
+    """The stream of weights that is open on this rank; it ends when the rank goes on to something else."""
+
+    stream: weakref.ref[TensorStream] | None = None
+
+    def end(self, what: str) -> None:
+        stream, self.stream = self.stream() if self.stream is not None else None, None
+        if stream is not None:
+            stream.close(f"it called {what} while its stream of weights was open")
+
+    def before_reduce(self) -> None:
+        self.end("optimizer.step()")
+
+    def on_step_end(self) -> None:
+        self.end("the end of a training step")
+
+
 class WeightExport(Protocol):
     """The exports of one balancer."""
 
@@ -60,25 +74,31 @@ class WeightExport(Protocol):
 
 @contextmanager
 def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out.
+    """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out. ``barrier``
+    returns when all ranks are here; ``moved`` follows a change of the placement."""
 
-    Args:
-        barrier: returns when all ranks are here.
-        moved: follows a change of the placement.
-    """
+    def go(target: Placement, what: str) -> None:
+        if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
+            return
+        progress = rebalancer.move_to(target)
+        moved()
+        if progress.failed_phase is not None:
+            phase = progress.failed_phase.value
+            raise RuntimeError(f"experts could not be moved into logical order or back ({phase}): {progress.cause}")
+        logger.info("%s: %d experts moved", what, progress.moved_experts)
+
+    def back() -> None:
+        barrier()
+        go(before, "experts are back from logical order")
+
     barrier()
     if rebalancer.drain():  # what is in flight would commit inside, also where nothing has to move
         moved()
     before = rebalancer.placement()
-    sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
-
-    def back() -> None:
-        barrier()
-        _go(rebalancer, before, moved, "experts are back from logical order")
-
     rebalancer.quiesced += 1
     try:
-        _go(rebalancer, Placement.initial(*sizes), moved, "experts are in logical order")
+        sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
+        go(Placement.initial(*sizes), "experts are in logical order")
         try:
             yield
         except BaseException:
@@ -90,20 +110,3 @@ def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved:
         back()
     finally:
         rebalancer.quiesced -= 1
-
-
-def _go(rebalancer: Rebalancer, target: Placement, moved: Callable[[], None], what: str) -> None:
-    """Migrate, and say so.
-
-    Raises:
-        RuntimeError: the migration was dropped, or a part of it; the same on every rank.
-    """
-    if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
-        return
-    progress = rebalancer.move_to(target)
-    moved()
-    if progress.failed_phase is not None:
-        raise RuntimeError(
-            f"experts could not be moved into logical order or back ({progress.failed_phase.value}): {progress.cause}"
-        )
-    logger.info("%s: %d experts moved", what, progress.moved_experts)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,7 @@ from ..load.counter import HostCopy
 from ..utils.spans import phase
 from .gradients.reduction import bit_sums
 from .loop_state import LoopHooks, LoopState
-from .model_check import Snapshot, options_of, snapshots, why_misplaced, why_not_stepped
 from .runtime import Runtime
-from .tensors import ModelTensors
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -54,6 +53,10 @@ _SKIPS = "let every rank make each step (eplb.GradScaler(balancer), not torch's;
 _POLL_SECONDS = 0.02
 _TEXTS = 4
 """Facts ahead of those about tensors."""
+_ELEMENTS = 1024
+"""Elements of a tensor, about, that tell whether an optimizer has written it."""
+Snapshot = tuple[str, Tensor, Tensor, object]
+"""A parameter that is about to be stepped, by name: some elements, and the versions of it and its state."""
 
 
 class GuardError(RuntimeError):
@@ -89,18 +92,21 @@ class Sample:
         return json.dumps([self.problem, [*self.facts, *of_tensors]]).encode()
 
 
-class Guard:
-    """The guard of one rank; `FirstSteps` is its part in the loop.
+class Guard(LoopHooks):
+    """The guard of one rank; ``run`` does work on the control group.
 
     Attributes:
         complete_steps: that are sampled completely, after `begin`.
         said: all findings and notices so far, in their order, each once.
     """
 
-    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState, events: EventLog) -> None:
+    def __init__(self, runtime: Runtime, loop: LoopState, events: EventLog, run: Callable[..., str]) -> None:
         self._runtime, self._groups, self._mode = runtime, runtime.groups, runtime.config.guard
         self._experts = runtime.parameters
-        self._tensors, self._loop, self._events = tensors, loop, events
+        self._tensors, self._loop, self._events, self._run = loop.tensors, loop, events, run
+        self._comparisons = 0
+        self._snapshots: list[Snapshot] = []
+        self._skipped: set[int] = set()
         self._steps, self.complete_steps = 0, FIRST_STEPS
         self._forwards: list[tuple[int, int]] = [(0, 0)] * len(runtime.layers)
         self._not_counted: set[str] = set()
@@ -218,45 +224,32 @@ class Guard:
 
     def report(self, finding: str, *, is_notice: bool = False) -> None:
         """Raise or warn of a finding as the mode says; a notice is only logged. Each line is said once."""
-        if self._is_news(finding):
-            if not is_notice and (self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS)):
-                raise GuardError(finding)
-            logger.warning("%s", finding)
+        if not finding or finding in self.said or self._mode == "off":
+            return
+        self.said.append(finding)
+        self._events.emit(GuardFinding(self._loop.step, finding))
+        if not is_notice and (self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS)):
+            raise GuardError(finding)
+        logger.warning("%s", finding)
 
-    def _is_news(self, text: str) -> bool:
-        """Put a line on record; return whether it was not there."""
-        if not text or text in self.said or self._mode == "off":
-            return False
-        self.said.append(text)
-        self._events.emit(GuardFinding(self._loop.step, text))
-        return True
-
-
-class FirstSteps(LoopHooks):
-    """Samples the first steps completely, with exchanges of their own; ``run`` does work on the control group."""
-
-    def __init__(self, runtime: Runtime, tensors: ModelTensors, guard: Guard, run: Callable[..., str]) -> None:
-        self._runtime, self._tensors, self._guard, self._run = runtime, tensors, guard, run
-        self._comparisons = 0
-        self._snapshots: list[Snapshot] = []
-        self._skipped: set[int] = set()
+    # -- in the loop: the first steps are sampled completely, with exchanges of their own ---------------------------
 
     def on_forward_begin(self, trains: bool) -> None:
         """Check that the model is as it was attached."""
         # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
         if trains or (self._runtime.maps.replicas is not None and not self._runtime.channels.busy):
-            self._runtime.model_check.check(thoroughly=trains and self._guard.is_new)
+            self._runtime.model_check.check(thoroughly=trains and self.is_new)
 
     def before_reduce(self) -> None:
         """Compare ahead of the first collective that a rank without a step would never reach."""
-        if self._guard.is_new:
-            self._compare(self._guard.take("weights"), "optimizer.step()")
+        if self.is_new:
+            self._compare(self.take("weights"), "optimizer.step()")
 
     def before_step(self) -> None:
         """Compare reduced gradients over ranks."""
         self._runtime.model_check.keep_slices()
-        if self._guard.is_new:
-            self._compare(self._guard.take("gradients"), "the end of the reduction of gradients")
+        if self.is_new:
+            self._compare(self.take("gradients"), "the end of the reduction of gradients")
             both = _whole({**self._runtime.parameters, **self._tensors.dense})
             # With several optimizers before the first one.
             self._snapshots = self._snapshots or snapshots(both, self._tensors.optimizers)
@@ -268,13 +261,13 @@ class FirstSteps(LoopHooks):
     def on_step_end(self) -> None:
         """Compare weights, before the counts of the step are closed."""
         with phase("guard"):
-            problem = self._guard.uncounted()
-            if self._guard.is_new:
+            problem = self.uncounted()
+            if self.is_new:
                 problem = problem or why_not_stepped(self._snapshots, self._tensors.optimizers, self._skipped)
                 self._snapshots = []
-                self._compare(self._guard.take("weights", problem), "the end of a step")
+                self._compare(self.take("weights", problem), "the end of a step")
                 problem = ""
-            self._guard.count_step(problem)
+            self.count_step(problem)
             self._skipped.clear()
 
     def on_moved(self) -> None:
@@ -287,7 +280,7 @@ class FirstSteps(LoopHooks):
         deadline = time.monotonic() + groups.timeout_seconds
         try:
             groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
-            finding = self._run(lambda group, _: self._guard.compare(sample, group))
+            finding = self._run(lambda group, _: self.compare(sample, group))
         except RuntimeError as error:
             missing = list(groups.job.ranks)
             with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
@@ -295,10 +288,10 @@ class FirstSteps(LoopHooks):
                     if time.monotonic() > deadline:
                         who = ", ".join(map(str, missing[:MOST_NAMED]))
                         limit = f"within {groups.timeout_seconds:g} s, which is collective"
-                        return self._guard.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
+                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
                     time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare their facts at %s: %s", where, error)
-        self._guard.report(finding)
+        self.report(finding)
 
 
 def _first_odd(sums: Mapping[str, int], here: Sequence[int], group: dist.ProcessGroup) -> tuple[str, list[int]]:
@@ -319,3 +312,80 @@ def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _hash(value: object) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode())
+
+
+def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> str:
+    """Name a trained expert tensor that the optimizers do not list once; empty: they list each."""
+    rates = _rates(optimizers)
+    for name, parameter in experts.items() if optimizers else ():
+        if parameter.requires_grad and (times := len(rates.get(id(parameter), ()))) != 1:
+            return (
+                "make the optimizer of the parameters that are to be trained, then attach, and leave its groups and "
+                f"what is frozen alone: it holds {name} {times} times"
+            )
+    return ""
+
+
+def snapshots(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> list[Snapshot]:
+    """Take snapshots of parameters with gradients that an optimizer lists."""
+    rates = _rates(optimizers)
+    # Writing through .data leaves no version; the values tell then, where rounding hides no update.
+    wide = [(name, p) for name, p in parameters.items() if p.element_size() > 2 and any(rates.get(id(p), ()))]
+    return [(name, p, _elements(p).clone(), _versions(p, optimizers)) for name, p in wide if p.grad is not None]
+
+
+def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipped: Collection[int]) -> str:
+    """Name a parameter that a step has left as it was, though it has a gradient and is listed; empty: none.
+
+    Args:
+        skipped: ids of parameters whose optimizer all ranks have skipped.
+    """
+    for name, p, elements, versions in before:
+        is_as_before = _versions(p, optimizers) == versions and torch.equal(_elements(p), elements)
+        gradient = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
+        if is_as_before and gradient is not None and id(p) not in skipped and _elements(gradient).any():
+            return (
+                "use an optimizer that steps all that it lists, on every rank (ZeroRedundancyOptimizer does not): its "
+                f"step does not write {name}, which has a gradient"
+            )
+    return ""
+
+
+def options_of(optimizers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the learning rates and the other options of each group. Left out are numbers on a device, and optimizers
+    of a framework's own, which may have different groups on each rank."""
+    groups = [group for one in optimizers if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
+    others = [[(key, _numbers(group[key])) for key in sorted(set(group) - {"lr", "params"})] for group in groups]
+    return [_numbers(group.get("lr")) for group in groups], others
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers in an option."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return value if isinstance(value, int | float) else None
+
+
+def _rates(optimizers: Sequence[Any]) -> dict[int, list[Any]]:
+    """Learning rates by id of a parameter, one for each time that an optimizer lists it."""
+    rates: dict[int, list[Any]] = {}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for parameter in group["params"]:
+            rates.setdefault(id(parameter), []).append(group.get("lr", 1))
+    return rates
+
+
+def _versions(parameter: Tensor, optimizers: Sequence[Any]) -> object:
+    """Versions of a parameter and its state: an optimizer may write its state alone in some steps (a warm-up)."""
+    states = [getattr(optimizer, "state", {}).get(parameter) for optimizer in optimizers]
+    values = [parameter, *(value for state in states if isinstance(state, dict) for value in state.values())]
+    have = [isinstance(one, Tensor) and not one.is_inference() for one in values]
+    return [(id(one), one._version) if has else repr(one) for one, has in zip(values, have, strict=True)]
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Elements from all over a tensor."""
+    flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _ELEMENTS)]

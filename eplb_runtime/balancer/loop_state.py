@@ -10,7 +10,7 @@ from threading import RLock, get_ident
 
 import torch
 
-from .tensors import ModelTensors
+from .runtime import ModelTensors
 
 
 class Wrong(Enum):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
-from ..moe.experts.slices import WeightMemory
 from ..utils.errors import one_line
 from .loop_state import LoopState
 from .rebalancer import Rebalancer
@@ -19,22 +19,14 @@ from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
-STAGING = "staging memory of resume()"
-
-
-class _NotHere(RuntimeError):
-    """This rank cannot go on."""
-
 
 class Phases:
     """Suspends and resumes one balancer. Both are collective over the job, between steps."""
 
-    def __init__(
-        self, runtime: Runtime, rebalancer: Rebalancer, memory: WeightMemory, events: EventLog, loop: LoopState
-    ) -> None:
+    def __init__(self, runtime: Runtime, rebalancer: Rebalancer, events: EventLog, loop: LoopState) -> None:
         self._runtime = runtime
         self._rebalancer = rebalancer
-        self._memory = memory
+        self._memory = loop.tensors.memory
         self._events = events
         self._loop = loop
         self._since = 0.0
@@ -63,20 +55,18 @@ class Phases:
 
     def resume(self) -> bool:
         """`Balancer.resume`. Returns whether replicas are to be refreshed, which all ranks do."""
-        problem, replicas = "", self._runtime.maps.replicas
-        if self._loop.suspended:
-            problem = self._memory.why_freed() or self._runtime.registry.why_state_lacks() or self._take_replicas()
-        said = self._agreed_to_resume("resume()", problem)
-        if said:
+        suspended = self._loop.suspended
+        problem = self._why_not_here(self._runtime.registry.why_state_lacks) if suspended else ""
+        if said := self._agreed("resume()", problem):
             self._free_replicas()
             raise RuntimeError(f"resume(): {said}")
-        if not self._loop.suspended:
+        if not suspended:
             return False
         try:
             self._rebalancer.take_memory()
         except Exception as error:
             problem = f"no memory to stage experts: {one_line(error)}"
-        said = self._agreed_to_resume(STAGING, problem)
+        said = self._agreed("staging memory of resume()", problem)
         self._loop.suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.clock.exclude(seconds)
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
@@ -85,12 +75,12 @@ class Phases:
             said = f"{said}; no rank rebalances until it is there, and each rebalance tries to take it"
             logger.warning("step %d: %s", step, said)
             self._events.emit(RebalanceAborted(step, epoch, "prepared", said))
-        return replicas is not None
+        return self._runtime.maps.replicas is not None
 
     def end(self) -> None:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
         if self._loop.suspended and self._runtime.maps.replicas is not None:
-            problem = self._memory.why_freed() or self._take_replicas()
+            problem = self._why_not_here()
             self._is_without_replicas = bool(problem)
             if problem:
                 logger.warning(
@@ -102,31 +92,23 @@ class Phases:
 
     def resume_after_end(self) -> bool:
         """Take the memory that `end` could not take; returns whether there was any to take."""
-        if self._is_without_replicas:
-            if problem := self._memory.why_freed() or self._take_replicas():
-                raise RuntimeError(f"resume(): {problem}")
-            self._is_without_replicas = False
-            return True
-        return False
+        if not self._is_without_replicas:
+            return False
+        if problem := self._why_not_here():
+            raise RuntimeError(f"resume(): {problem}")
+        self._is_without_replicas = False
+        return True
 
-    def _take_replicas(self) -> str:
-        """Take memory of replicas again; returns why not."""
+    def _why_not_here(self, why_state_lacks: Callable[[], str] = str) -> str:
+        """Take memory of replicas again; returns why weights, optimizer state or replicas have none."""
         replicas = self._runtime.maps.replicas
-        if replicas is not None:
-            try:
-                replicas.take(self._rebalancer.placement())
-            except Exception as error:
-                return f"no memory for replicas: {one_line(error)}"
-        return ""
-
-    def _agreed_to_resume(self, what: str, problem: str) -> str:
-        """`_agreed`; if a rank does not come, all of it stays suspended: the job may free weights again, and homes lie
-        before replicas."""
+        if (lacks := self._memory.why_freed() or why_state_lacks()) or replicas is None:
+            return lacks
         try:
-            return self._agreed(what, problem)
-        except RuntimeError:
-            self._free_replicas()
-            raise
+            replicas.take(self._rebalancer.placement())
+        except Exception as error:
+            return f"no memory for replicas: {one_line(error)}"
+        return ""
 
     def _free_replicas(self) -> None:
         replicas = self._runtime.maps.replicas
@@ -134,9 +116,13 @@ class Phases:
             replicas.free()
 
     def _agreed(self, what: str, problem: str) -> str:
-        """Wait for all ranks, by the launcher's store alone; returns the problem of a rank, or ""."""
-        job, own = self._runtime.job, _NotHere(problem) if problem else None
+        """Wait for all ranks, by the launcher's store alone; returns the problem of a rank, or "". If one does not
+        come, all of it stays suspended: the job may free weights again, and homes lie before replicas."""
+        job, own = self._runtime.job, RuntimeError(problem) if problem else None
         try:
             return barrier(list(job.ranks), what, self._runtime.config.timeout_seconds, own)
-        except _NotHere:
-            return f"rank {job.rank}: {problem}"
+        except RuntimeError as error:
+            if error is own:
+                return f"rank {job.rank}: {problem}"
+            self._free_replicas()
+            raise

@@ -25,18 +25,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import BalancerConfig
-from ..distributed.consensus import Verdict
+from ..distributed.consensus import Phase, Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
-from ..distributed.points import Phase
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
 from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
 from ..load.clock import REST_STEPS, SAMPLED_STEPS, StepClock
 from ..load.counter import HostCopy
-from ..migration.between_steps import migrate_between_steps
-from ..migration.engine import MigrationBroken, MigrationEngine
+from ..migration.engine import MigrationBroken, MigrationEngine, MigrationProgress
 from ..migration.overlapped import Overlapped
-from ..migration.progress import MigrationProgress
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..placement import Placement, PlacementError
 from ..utils.errors import one_line
@@ -73,9 +70,9 @@ class Rebalancer(LoopHooks):
 
     Args:
         transport: moves experts; warmed up.
-        guard: checks the runtime's assumptions with each decision.
 
     Attributes:
+        guard: checks the runtime's assumptions, also with each decision.
         quiesced: nothing migrates while it is positive.
         declared: declared load for the next decision; None: it is forecast.
         clock: of training steps.
@@ -83,10 +80,11 @@ class Rebalancer(LoopHooks):
         decisions: what decisions are made from.
     """
 
-    def __init__(self, runtime: Runtime, transport: Transport, guard: Guard, events: EventLog, loop: LoopState) -> None:
+    def __init__(self, runtime: Runtime, transport: Transport, events: EventLog, loop: LoopState) -> None:
         config, groups = runtime.config, runtime.groups
         self._runtime, self._config, self._groups = runtime, config, groups
-        self._loop, self._events, self._guard = loop, events, guard
+        self._loop, self._events = loop, events
+        self.guard = Guard(runtime, loop, events, self.run)
         self._counter, self._expert_clock = runtime.counter, runtime.expert_clock
         self._registry, self._maps = runtime.registry, runtime.maps
         self._placement = self._target = self._initial = runtime.placement
@@ -115,16 +113,7 @@ class Rebalancer(LoopHooks):
         if config.replica_slots:
             compile_split()
         self.decisions = PlanMaker(runtime)
-        self.overlapped = Overlapped(
-            self._engine,
-            self.control.agreement,
-            self.control.worker,
-            registry=runtime.registry,
-            maps=runtime.maps,
-            timeout_seconds=config.timeout_seconds,
-            link_seconds_per_byte=1.0 / max(runtime.topology.slowest_bandwidth, 1.0),
-            max_pause_seconds=config.migration.max_pause_seconds,
-        )
+        self.overlapped = Overlapped(self._engine, self.control, runtime.registry, runtime.maps, config)
         self._overlaps = config.overlap
 
     def placement(self) -> Placement:
@@ -203,10 +192,7 @@ class Rebalancer(LoopHooks):
             if self._pending is None and decides:
                 self._pending = self._decide(self._config.migration.lag)
             if self._pending is not None and self.step >= self._pending.due_step and not self.quiesced:
-                target = self._agree_on_target(self._pending)
-                if target is not None:
-                    self._migrate(target, self._overlaps)
-        self.overlapped.step_begins()
+                self._carry_out(self._pending, self._overlaps)
         if self._is_sampled(self.step):
             self._expert_clock.begin_step()
         return self._placement is not before
@@ -214,17 +200,12 @@ class Rebalancer(LoopHooks):
     def _is_sampled(self, step: int) -> bool:
         """Return whether expert work is measured in a step, the first of which is 0: in three shortly before a
         decision, every thirty steps at most; without an interval, in three after one."""
-        if self._config.migration.moe_share is not None:
+        interval, not_taken = self._config.interval, len(self._expert_clock.steps)  # many while quiesced
+        to_decision = 0 if interval is None else interval - step % interval
+        if self._config.migration.moe_share is not None or not_taken >= max(SAMPLED_STEPS, interval or 0):
             return False
-        interval = self._config.interval
-        if len(self._expert_clock.steps) >= max(SAMPLED_STEPS, interval or 0):  # not taken yet: quiesced
-            return False
-        if interval is None:
-            return step >= self._next_sampled
-        to_decision = interval - step % interval
-        if step + to_decision < self._next_sampled:
-            return False
-        return interval <= SAMPLED_STEPS + 1 or 1 < to_decision <= SAMPLED_STEPS + 1
+        is_near = interval is None or interval <= SAMPLED_STEPS + 1 or 1 < to_decision <= SAMPLED_STEPS + 1
+        return is_near and step + to_decision >= self._next_sampled
 
     def refuse_if_broken(self) -> None:
         """Raise `MigrationBroken` once this rank has failed after an agreement: the place of its experts is unknown."""
@@ -240,9 +221,7 @@ class Rebalancer(LoopHooks):
         self.drain()
         if self._pending is None:
             self._pending = self._decide(0)
-        target = self._agree_on_target(self._pending)
-        if target is not None:
-            self._migrate(target)
+        self._carry_out(self._pending)
         return self._placement is not before
 
     def plan_ahead(self, suspended: bool) -> None:
@@ -303,10 +282,10 @@ class Rebalancer(LoopHooks):
 
     def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
         """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
-        sent, cause = self.run(partial(self.decisions.place_anew, load, self.placement()))
-        if cause or sent.target is None or sent.planned is None:
-            raise PlacementError(f"no placement could be made for the saved load: {cause or sent.failure}")
-        return sent.target, sent.planned
+        made = self.run(partial(self.decisions.place_anew, load, self.placement()))
+        if made.failure or made.target is None or made.planned is None:
+            raise PlacementError(f"no placement could be made for the saved load: {made.failure}")
+        return made.target, made.planned
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""
@@ -331,7 +310,6 @@ class Rebalancer(LoopHooks):
         if not self.overlapped.in_flight:
             self.control.require("a migration")
             self._migrate(target, self._overlaps)
-            self.overlapped.step_begins()
 
     def forget_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
@@ -385,7 +363,7 @@ class Rebalancer(LoopHooks):
             home_bytes=home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self._guard.sample(),
+            sample=None if suspended else self.guard.sample(),
             declared=self.declared,
         )
         if measurement.sampled_steps:
@@ -393,7 +371,7 @@ class Rebalancer(LoopHooks):
         self._earlier.clear()
         declared, self.declared = self.declared, None
         key = self._new_key("decision")
-        work = partial(decide, measurement, self.decisions, self._guard, key, self._at_point)
+        work = partial(decide, measurement, self.decisions, self.guard, key, self._at_point)
         return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
 
     def _home_bytes(self) -> int:
@@ -403,25 +381,24 @@ class Rebalancer(LoopHooks):
         except OptimizerStateError:
             return 0
 
-    def _agree_on_target(self, pending: _Pending) -> Placement | None:
-        """The placement that all ranks have decided on; None: experts stay where they are."""
+    def _carry_out(self, pending: _Pending, overlaps: bool = False) -> None:
+        """Act on a decision as all ranks do, and report it."""
         try:
             decision = self.control.result(pending.decision, pending.key)
         except ConnectionLost as lost:
             self._pending = None
-            self._drop("planned", str(lost), True)
-            return None
+            return self._drop("planned", str(lost), True)
         self._pending = None
         # All ranks were in this decision, so none is in an earlier one or its migration.
         self._groups.store.forget(pending.keys_of_earlier)
-        self._guard.report(decision.finding)
+        self.guard.report(decision.finding)
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
         if decision.failure or decision.planned is None:
-            self._drop("planned", decision.failure, False)
-            return None
+            return self._drop("planned", decision.failure, False)
         self._events.emit(replace(decision.planned, step=self.step))
-        return None if self._loop.closed else decision.target  # a signal's handler may have closed it meanwhile
+        if decision.target is not None and not self._loop.closed:  # a signal's handler may have closed it meanwhile
+            self._migrate(decision.target, overlaps)
 
     # -- migrating -------------------------------------------------------------------------------------------------
 
@@ -432,12 +409,12 @@ class Rebalancer(LoopHooks):
         try:
             if overlaps:
                 self.overlapped.begin(self._placement, target, key)
-                progress = self.overlapped.advance()
+                progress = MigrationProgress(self._placement)
             else:
                 self.control.run(lambda *_: None)  # a decision, or a notice, may be on the control group still
                 if self._maps.replicas is not None:  # they are read from homes that are about to be written
                     self._maps.replicas.wait_all()
-                progress = migrate_between_steps(self._engine, self._placement, target, key, self._get_ready)
+                progress = self._engine.migrate(self._placement, target, key, self._get_ready)
         except ConnectionLost as lost:
             progress = MigrationProgress(self._placement, Verdict(False, str(lost), True), Phase.PREPARED)
         except MigrationBroken as error:
@@ -474,8 +451,10 @@ class Rebalancer(LoopHooks):
             self._events.emit(progress.committed(self.step, pause, before))
         if progress.failed_phase is not None and not progress.only_between_steps:
             committed, left = tuple(sorted(self._committed_layers)), progress.left_layers
-            self._drop(progress.failed_phase.value, progress.cause, progress.connections_broken, committed, left)
-        elif progress.connections_broken:
+            self._drop(
+                progress.failed_phase.value, progress.cause, progress.verdict.connections_broken, committed, left
+            )
+        elif progress.verdict.connections_broken:
             self._pause(progress.cause)
 
     def _new_key(self, what: str) -> str:
@@ -553,7 +532,6 @@ class Rebalancer(LoopHooks):
         if (made := self.control.reconnect(self._boundaries)) is None:
             return
         transport, before = made
-        self.overlapped.agreement = self.control.agreement
         self._engine.reconnect(transport, self.control.agreement)
         self._groups.give_back(*before)
         tries = self.control.reconnection.tries

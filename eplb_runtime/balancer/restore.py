@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,25 +28,23 @@ class Restorer:
     """Saves and restores the placement and the load of one job, on one rank."""
 
     def __init__(self, runtime: Runtime, rebalancer: Rebalancer) -> None:
-        self._config = runtime.config
-        self._groups = runtime.groups
-        self._rebalancer = rebalancer
-        self._counter = runtime.counter
+        self._runtime, self._rebalancer = runtime, rebalancer
 
     def measured(self) -> dict[str, Any]:
         """Load for the next decisions, in the form of `saved_load`; equal on every rank. Collective."""
         self._rebalancer.wait_for_decision()
         return saved_load(
             self._rebalancer.decisions.history,
-            self._counter,
+            self._runtime.counter,
             lambda buckets: self._rebalancer.run(lambda group, _: aggregate(HostCopy(buckets), group))[0].numpy(),
         )
 
     def restore(self, state: Mapping[str, Any], barrier: Callable[[], None]) -> None:
-        """Restore a saved placement and its load, when ``barrier`` returns on all ranks. Collective; between steps."""
+        """`Balancer.load_state_dict`, when ``barrier`` returns on all ranks. Of an unusable placement the load is taken
+        where it can be."""
         problem: PlacementError | None = None
-        target: Placement | NDArray[np.int64] = self._rebalancer.placement()
-        step, digest = self._rebalancer.step, UNUSABLE
+        target: Placement | NDArray[np.int64] | None = None
+        step, digest = 0, UNUSABLE
         try:
             target, step = self._target(state), int(state["step"])
             load = json.dumps(state.get("load"), sort_keys=True)
@@ -56,16 +55,27 @@ class Restorer:
         except (KeyError, TypeError, ValueError) as error:
             problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
         barrier()
+        agreed = self._rebalancer.compare(digest, "load_state_dict()", "usable saved state")
+        if problem is None and target is not None:
+            if not agreed.commit:
+                raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
+            try:
+                placement = target if isinstance(target, Placement) else partial(self._anew, target)
+                outcome = self._rebalancer.go_to(step, placement)
+                if outcome.failed_phase is not None:
+                    raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+            except PlacementError as error:
+                problem = error
+        decisions, counter = self._rebalancer.decisions, self._runtime.counter
+        # What all had counted goes on on one rank, where all know that they were given the same.
+        share = int(self._runtime.job.is_planner) if problem is None else None
         try:
-            self._restore(target, step, digest)
-        except PlacementError as error:
-            problem = error
-        try:
-            self._resume_measured(state.get("load") or {}, agreed=problem is None)
+            resume_load(state.get("load") or {}, decisions.history, counter, share)
+            self._rebalancer.load_begins_here()
         except (AttributeError, ValueError) as error:
             logger.warning("%s; forecasts start from scratch", error)
         try:
-            self._rebalancer.decisions.resume_track_record(state.get("track_record") or [])
+            decisions.resume_track_record(state.get("track_record") or [])
         except ValueError as error:
             logger.warning("%s; predictions are trusted again", error)
         if problem is not None:
@@ -76,27 +86,13 @@ class Restorer:
         saved, here = Placement.from_json(state["placement"]), self._rebalancer.placement()
         same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
         same_sizes = saved.slots_per_rank == here.slots_per_rank and saved.num_ranks == here.num_ranks
-        if same_model and not same_sizes and self._config.policy != "static":
-            try:
+        if same_model and not same_sizes and self._runtime.config.policy != "static":
+            with suppress(ValueError):  # said when forecasts are to go on from it
                 load = saved_windows(state.get("load"), here.num_layers, here.num_experts)
-            except ValueError:
-                load = None  # said when forecasts are to go on from it
-            if load is not None:
-                return load
+                if load is not None:
+                    return load
         saved.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
         return saved
-
-    def _restore(self, target: Placement | NDArray[np.int64], step: int, digest: bytes) -> None:
-        """Migrate to a saved placement, or to one planned for a load ``[T, L, E]``; RuntimeError: ranks were given
-        different states, or the migration was dropped; the old placement stays."""
-        agreed = self._rebalancer.compare(digest, "load_state_dict()", "usable saved state")
-        if digest == UNUSABLE:
-            return
-        if not agreed.commit:
-            raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
-        outcome = self._rebalancer.go_to(step, target if isinstance(target, Placement) else partial(self._anew, target))
-        if outcome.failed_phase is not None:
-            raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
 
     def _anew(self, load: NDArray[np.int64]) -> Placement:
         """Plan a placement of these sizes for a load of other ranks. Collective."""
@@ -106,10 +102,3 @@ class Restorer:
             planned.imbalance_after,
         )
         return target
-
-    def _resume_measured(self, state: Mapping[str, Any], agreed: bool) -> None:
-        """Restore the load that `measured` gave, on any number of ranks; ``agreed``: all know that they were given the
-        same."""
-        share = int(self._groups.job.is_planner) if agreed else None
-        resume_load(state, self._rebalancer.decisions.history, self._counter, share)
-        self._rebalancer.load_begins_here()

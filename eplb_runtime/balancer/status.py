@@ -48,21 +48,15 @@ class DecisionLine:
         self._measured: LoadMeasured | None = None
         self._planned: RebalancePlanned | None = None
         self._reason = ""
-        self._alike = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, LoadMeasured):
             self._measured = event
         elif isinstance(event, RebalancePlanned):
             measured, self._measured, self._planned = self._measured, None, event
-            reason = "" if event.moves else _NUMBERS.sub("", event.reason)
-            if reason and reason == self._reason:
-                self._alike += 1
-                return
-            before = measured.brief() if measured is not None else ""
-            alike = f"{counted(self._alike, 'decision')} more like that" if self._alike else ""
-            self._reason, self._alike = reason, 0
-            _log(event.step, *filter(None, (alike, before, event.brief())))
+            before, self._reason = self._reason, "" if event.moves else _NUMBERS.sub("", event.reason)
+            if not self._reason or self._reason != before:
+                _log(event.step, *([] if measured is None else [measured.brief()]), event.brief())
         elif isinstance(event, RebalanceCommitted):
             _log(event.step, f"{event.brief()}{self._predicted()}")
 

@@ -4,8 +4,8 @@ Nothing here knows a framework: its folders are read and written by the attached
 """
 
 from .dcp import LogicalState
-from .restore import load_logical_state_dict
-from .saving import async_save, export_pretrained, load, load_pretrained, save
+from .disk import async_save, save
+from .restore import export_pretrained, load, load_logical_state_dict, load_pretrained
 from .state import CheckpointError, logical_state_dict
 from .stream import ExportError
 

@@ -8,57 +8,138 @@ every other file. File names are new in each save, so a save that ends early lea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..moe.experts.slices import is_sliced, whole_row
 from ..utils.checksums import as_bytes
 from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
-from .restore import Saved, folders_of, from_json
-from .state import CheckpointError, LogicalView
-from .weights import Stored, TensorSpec, value_of
+from . import dcp
+from .optimizers import from_json, numbers_of, to_json
+from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of
+
+logger = logging.getLogger("eplb_runtime")
 
 MARKER = "checkpoint.json"
 FORMAT, VERSION = "eplb-runtime-checkpoint", 3
-PARTS = ("model", "optimizer", "extra")
+PARTS, INDEX = ("model", "optimizer", "extra"), "{}.safetensors.index.json"
 FILE_BYTES = 4 << 30
 """Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
 _OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
-LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
+_LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
 _MOST_BYTES = 1 << 30
 _BLOCK_BYTES = 16 << 20
 
+Format = Literal["safetensors", "dcp"]
 Named = tuple[str, str, Tensor]
 """Part, name and values of a stored tensor."""
 
 
-# -- names -----------------------------------------------------------------------------------------------------------
+def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
+    """Write a checkpoint in logical order, each rank its own experts, into a folder that all ranks see. Collective,
+    between steps. On top of its state a rank needs the memory of one expert's tensor. A checkpoint that is in the
+    folder already is replaced in one step when the new one is whole. ``format``: ``"safetensors"``: one tensor per
+    expert, Hugging Face's index, and ``checkpoint.json`` with checksums of all bytes, which is written last;
+    ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. (Other
+    storage than a file system: `LogicalState`.)
+    Raises CheckpointError: something cannot be kept in this format, or another rank failed; OSError: this rank could
+    not write. The folder is as it was then."""
+    view = LogicalView(model, optimizer)
+    if format not in ("safetensors", "dcp"):
+        raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
+    if format == "dcp":
+        dcp.save(folder, view)
+    else:
+        wait(last_save(view))
+        view.refuse_freed("save")
+        access = JointAccess.of(view)
+        _write(Path(folder), view, access, *access.together(f"{folder} was not saved", lambda: _content(view, access)))
+    log("saved to", folder, view)
 
 
-def layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Return how each tensor is stored, by key; and the keys of tied tensors, with the key that they are stored under.
+def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) -> Future[None]:
+    """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on. The
+    thread talks over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or
+    loads this model next waits for it. Returns a future that is done when the checkpoint is whole on disk; its
+    ``result()`` raises what went wrong."""
+    view = LogicalView(model, optimizer)
+    view.refuse_freed("async_save")
+    before, access = last_save(view), JointAccess.of(view)
+    if view.balancer is None:
+        wait(before)  # its thread talks over the same group
+    live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
+    tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
+    if view.balancer is not None:
+        access = JointAccess(view.balancer.runtime.groups.background, torch.device("cpu"))
+
+    def write() -> None:
+        wait(before)
+        _write(Path(folder), view, access, tensors, numbers)
+
+    worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
+    saving = worker.submit(write)
+    worker.shutdown(wait=False)
+    object.__setattr__(view.model, "_eplb_runtime_saving", [saving])
+    return saving
+
+
+def last_save(view: LogicalView) -> list[Future[None]]:
+    """The last `async_save` of this model, to wait for: a folder has one writer and no reader meanwhile."""
+    saving: list[Future[None]] = view.model.__dict__.get("_eplb_runtime_saving", [])
+    return saving
+
+
+def log(what: str, folder: str | Path, view: LogicalView) -> None:
+    """Write a line on the first rank; that experts were placed again is a line of the balancer's."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        step = "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
+        logger.info("checkpoint %s %s%s", what, folder, step)
+
+
+# -- what is written, under which names --------------------------------------------------------------------------------
+
+
+def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], str]:
+    """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor, as JSON."""
+    balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
+    ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
+    layout, tied = _layout_of(view)
+    numbers = {
+        "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
+        "tied": tied,
+        "optimizer": numbers_of(view, to_json),
+        "balancer": balancer,
+    }
+    text = json.dumps(numbers)
+    return _tensors_of_rank(view, layout, ranks), text if access.ranks[access.number] == ranks[0] else ""
+
+
+def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str, str]]:
+    """Return how each tensor is stored; and the keys of tied tensors, with the key that they are stored under.
 
     Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
     number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
     """
-    folders = folders_of(view)
-    by_host = folders.names(view) if folders is not None else {}
+    by_host = view.folders.names(view) if view.folders is not None else {}
     entries = list(view.entries())  # alive together: no two have one id by chance
-    layout: dict[str, Stored] = {}
+    layout: list[tuple[Entry, Stored]] = []
     tied: dict[str, str] = {}
     first: dict[tuple[str, int], str] = {}
     for entry in entries:
@@ -66,26 +147,22 @@ def layout_of(view: LogicalView) -> tuple[dict[str, Stored], dict[str, str]]:
         if known != entry.key:
             tied[entry.key] = known
         elif entry.part == "model" and entry.name in by_host:
-            layout[entry.key] = by_host[entry.name]
+            layout.append((entry, by_host[entry.name]))
         else:
             name, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
             name = name if entry.layer is None else ".".join(filter(None, (head, "*", name.removeprefix(f"{head}."))))
-            layout[entry.key] = Stored((name,), view.num_experts if entry.layer is not None else 0)
+            layout.append((entry, Stored((name,), view.num_experts if entry.layer is not None else 0)))
     return layout, tied
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
-def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequence[int]) -> Iterator[Named]:
+def _tensors_of_rank(
+    view: LogicalView, layout: Iterable[tuple[Entry, Stored]], ranks: Sequence[int]
+) -> Iterator[Named]:
     """Yield what this rank writes: its share of its experts, and, by size, of what all ``ranks`` hold; in live memory
     where that is whole. Collective where experts are sliced or tensors sharded: every rank goes through to the end."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     nbytes = dict.fromkeys(ranks, 0)
-    for entry in view.entries():
-        stored = layout.get(entry.key)
-        if stored is None:
-            continue  # tied: stored under another name
+    for entry, stored in layout:
         if entry.layer is None:
             writer = min(nbytes, key=lambda rank: nbytes[rank])
             nbytes[writer] += entry.tensor.nbytes
@@ -100,6 +177,32 @@ def tensors_of_rank(view: LogicalView, layout: Mapping[str, Stored], ranks: Sequ
             if writer == rank or is_sliced(entry.tensor):
                 one = whole_row(entry.tensor, row, view.balancer.runtime.groups)[0]
                 yield from ((entry.part, *part) for part in stored.cut(one, expert) if writer == rank)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: str) -> None:
+    problem = f"{folder} was not saved"
+    token = access.new_token()
+    try:
+        files = access.together(
+            problem, lambda: _seals_of(folder, write_tensors(folder, access.number, token, tensors))
+        )
+        of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
+        stages = [json.loads(text) for text in access.gather_bytes(numbers.encode()) if text]
+    except BaseException:
+        remove_own(folder, access.number, token)
+        raise
+    of_all = {
+        "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
+        "tied": {key: other for stage in stages for key, other in stage["tied"].items()},
+        "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
+        "balancer": stages[0]["balancer"],
+    }
+    seals = {name: tuple(known) for one in of_ranks for name, known in one.items()}
+    access.on_first(problem, lambda: _publish(folder, view, token, seals, of_all))
 
 
 def write_tensors(
@@ -135,11 +238,6 @@ def write_tensors(
     return written
 
 
-def seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file."""
-    return {name: ((folder / name).stat().st_size, file_checksum(folder / name)) for name in files}
-
-
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file and bring it to the disk. A dtype that the library has not is a CheckpointError."""
     whole: dict[str, Tensor] = {}
@@ -159,15 +257,10 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def publish(
-    folder: Path,
-    token: str,
-    files: Mapping[str, tuple[int, str]],
-    numbers: Mapping[str, Any],
-    describe: Callable[[], None],
+def _publish(
+    folder: Path, view: LogicalView, token: str, files: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any]
 ) -> None:
-    """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one;
-    ``describe`` writes what else a framework wants in a folder."""
+    """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one."""
     path = folder / f"numbers-{token}.json"
     try:
         if (folder / "model.safetensors").exists():
@@ -176,9 +269,10 @@ def publish(
             )
         indexes = _indexes(folder, files)
         write_file(path, json.dumps(numbers))
-        describe()
+        if view.folders is not None:
+            view.folders.describe(view, folder)
         marker: dict[str, Any] = {"format": FORMAT, "version": VERSION, "save": token}
-        marker["files"] = {**files, **seals_of(folder, [path.name])}
+        marker["files"] = {**files, **_seals_of(folder, [path.name])}
         marker["files"] |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
         _remove(folder, lambda _, save: save == token)
@@ -188,8 +282,8 @@ def publish(
         write_file(folder / name, data)
     write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
     _remove(folder, lambda _, save: save != token)
-    unused = [folder / _index_name(part) for part in PARTS if _index_name(part) not in indexes]
-    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(LIBRARY_PARTIALS)):
+    unused = [folder / INDEX.format(part) for part in PARTS if INDEX.format(part) not in indexes]
+    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(_LIBRARY_PARTIALS)):
         with suppress(OSError):
             file.unlink()
 
@@ -213,15 +307,24 @@ def _indexes(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, by
                             "of their own"
                         )
     return {
-        _index_name(part): json.dumps(
+        INDEX.format(part): json.dumps(
             {"metadata": {"total_size": nbytes[part]}, "weight_map": weight_map}, indent=2, sort_keys=True
         ).encode()
         for part, weight_map in maps.items()
     }
 
 
-def _index_name(part: str) -> str:
-    return f"{part}.safetensors.index.json"
+def _seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of each file."""
+    return {name: ((folder / name).stat().st_size, file_checksum(folder / name)) for name in files}
+
+
+def file_checksum(path: Path) -> str:
+    hasher, block = xxhash.xxh3_128(), bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            hasher.update(memoryview(block)[:count])
+    return hasher.hexdigest()
 
 
 def remove_own(folder: Path, number: int, token: str) -> None:
@@ -263,16 +366,16 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
-def verified(folder: Path, number: int, of: int) -> dict[str, Any]:
-    """Return the marker, after this rank, one of those that verify together, has read its share of all files and
-    compared sizes and checksums. The first damaged file is named."""
+def verified(folder: Path, access: JointAccess) -> dict[str, Any]:
+    """Return the marker, after this rank has read its share of all files and compared sizes and checksums. The first
+    damaged file is named."""
     marker = read_marker(folder)
-    shares = [0] * of
+    shares = [0] * len(access.ranks)
     for name, (nbytes, checksum) in marker["files"].items():
         mine = shares.index(min(shares))
         shares[mine] += nbytes
         path = folder / name
-        if mine != number or (_OURS.fullmatch(name) is None and _of_another_save(path, marker["save"])):
+        if mine != access.number or (_OURS.fullmatch(name) is None and _of_another_save(path, marker["save"])):
             continue
         try:
             intact = path.stat().st_size == nbytes and file_checksum(path) == checksum
@@ -288,14 +391,6 @@ def _of_another_save(index: Path, save: str) -> bool:
     with suppress(OSError):
         return save.encode() not in index.read_bytes()
     return False
-
-
-def file_checksum(path: Path) -> str:
-    hasher, block = xxhash.xxh3_128(), bytearray(_BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            hasher.update(memoryview(block)[:count])
-    return hasher.hexdigest()
 
 
 class Folder(Saved):

@@ -1,12 +1,13 @@
-"""State in logical order: what a model and its optimizer hold, on any ranks and slots. In memory."""
+"""State in logical order: what a model and its optimizer hold, on any ranks and slots; and how ranks agree on it."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from ..distributed.consensus import first_problem, gather_bytes
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.registry import MARK
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
+from ..placement import PlacementError
+
+logger = logging.getLogger("eplb_runtime")
 
 Result = TypeVar("Result")
 Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -25,6 +29,18 @@ Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 class CheckpointError(ValueError):
     """A checkpoint that does not fit the model or optimizer; one line that says why."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class LogicalView:
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
+        self.folders: PretrainedFolders | None = stage.host.folders if stage is not None else None
         self._prefix: str = stage.prefix if stage is not None else ""
         keep_slices(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -83,21 +100,9 @@ class LogicalView:
             name: one for one in self.optimizers for group in one.param_groups for name in self.names_of(group)
         }
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all optimizers."""
-        return [group for one in self.optimizers for group in one.param_groups]
-
-    def layer_of(self, parameter: str) -> int | None:
-        """MoE layer index of a spread expert parameter, else None."""
-        return self.balancer.layer_of_parameter.get(self._prefix + parameter) if self.balancer is not None else None
-
     def entries(self, *parts: str) -> Iterator[Entry]:
-        """Everything that is saved, loaded and compared, in an order that is equal on every rank.
-
-        Args:
-            parts: only these; none given: ``"model"``, ``"optimizer"``, ``"extra"``.
-        """
+        """Everything that is saved, loaded and compared, in an order that is equal on every rank; ``parts``: only
+        these of ``"model"``, ``"optimizer"``, ``"extra"``."""
         if not parts or "model" in parts:  # by the names of state_dict(): tied tensors under each of their names
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor) and name.rpartition(".")[2] != MARK:
@@ -119,10 +124,29 @@ class LogicalView:
                     layer = None
                 yield Entry("optimizer", name, str(key), value, layer)
 
-    def whole_size(self, entry: Entry) -> torch.Size:
-        """Its size in the whole model: ``[E, ...]`` where this rank has some experts' rows or slices."""
-        size = entry.tensor.size()
-        return size if entry.layer is None else torch.Size([self.num_experts, *size[1:]])
+    def layer_of(self, parameter: str) -> int | None:
+        """MoE layer index of a spread expert parameter, else None."""
+        return self.balancer.layer_of_parameter.get(self._prefix + parameter) if self.balancer is not None else None
+
+    def experts_here(self, layer: int) -> list[int]:
+        """The logical expert of each of this rank's rows."""
+        if self.balancer is None:
+            raise ValueError("the model is not attached, so no expert is spread")
+        return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
+
+    @property
+    def num_experts(self) -> int:
+        return self.balancer.placement.num_experts if self.balancer is not None else 0
+
+    @property
+    def in_stages(self) -> bool:
+        """Return whether other pipeline stages have the rest of the model."""
+        return self.balancer is not None and len(self.balancer.runtime.job.layers_of_stage) > 1
+
+    def spec_of(self, entry: Entry) -> TensorSpec:
+        """An entry as the whole model has it: ``[E, ...]`` where this rank has some experts' rows or slices."""
+        shape = tuple(entry.tensor.shape)
+        return TensorSpec(shape if entry.layer is None else (self.num_experts, *shape[1:]), entry.tensor.dtype)
 
     def blocks_of(self, entry: Entry) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yield each block of a tensor that this rank holds, live, and where it begins in the whole tensor."""
@@ -138,6 +162,11 @@ class LogicalView:
         else:
             yield zeros, here
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all optimizers."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
         """Names of the parameters in a param group."""
         try:
@@ -152,11 +181,6 @@ class LogicalView:
         one = self._optimizer_for(name)
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
-    @property
-    def in_stages(self) -> bool:
-        """Return whether other pipeline stages have the rest of the model."""
-        return self.balancer is not None and len(self.balancer.runtime.job.layers_of_stage) > 1
-
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
         one = self._optimizer_for(name)
@@ -167,24 +191,11 @@ class LogicalView:
         """The one that has a parameter, or will get it."""
         return self._optimizer_of.get(name, self.optimizers[0] if self.optimizers else None)
 
-    def experts_here(self, layer: int) -> list[int]:
-        """The logical expert of each of this rank's rows."""
-        if self.balancer is None:
-            raise ValueError("the model is not attached, so no expert is spread")
-        return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
-
-    @property
-    def num_experts(self) -> int:
-        return self.balancer.placement.num_experts if self.balancer is not None else 0
-
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
-        all ranks before any of them waits for another. Collective when attached.
-
-        Args:
-            patient: wait as long as the host's process groups do: before a load ranks may come at very different times.
-            merged_too: False: of adapters alone, which do not change while they are merged.
-        """
+        all ranks before any of them waits for another. Collective when attached. ``patient``: wait as long as the
+        host's process groups do: before a load ranks may come at very different times. ``merged_too``: False: of
+        adapters alone, which do not change while they are merged."""
         problem = self._freed() or (why_merged(self.model) if merged_too else "")
         if self.balancer is not None:
             if not patient:
@@ -205,6 +216,27 @@ class LogicalView:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
             self.balancer.weights_changed()
+
+    def warn_of_left_out(self, saved: Sequence[str]) -> None:
+        """Name tensors that were registered when a checkpoint was saved, and are not now."""
+        left = sorted(set(saved) - {entry.name for entry in self.entries("extra")})
+        if left and not self.in_stages and not (dist.is_initialized() and dist.get_rank()):
+            named = f"{left[0]} and {len(left) - 1} more" if left[1:] else left[0]
+            logger.warning("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", named)
+
+    def restore_placement(self, saved: Mapping[str, Any] | None) -> None:
+        """Migrate to a saved placement if it fits. Collective."""
+        if self.balancer is None or saved is None:
+            return
+        if self.balancer.closed:
+            logger.info("the saved placement is not used: the balancer is closed, experts stay where they are")
+            return
+        try:
+            self.balancer.load_state_dict(saved)
+        except PlacementError as error:
+            logger.info("the saved placement is not used: %s", error)
+        except RuntimeError as error:
+            logger.warning("%s; training starts from the current placement", error)
 
 
 def why_merged(model: nn.Module) -> str:
@@ -243,18 +275,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
 
 @torch.no_grad()
 def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, Tensor]:
-    """Every parameter, buffer and optimizer tensor, flat, on the CPU, equal on every rank. Collective when attached.
-
+    """Return every parameter, buffer and optimizer tensor, flat, on the CPU, equal on every rank: ``{"model.<name>":
+    tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``. Collective when attached.
     Expert tensors are whole, ``[E, ...]`` in logical order, so runs with different placements (or with no balancer at
     all) can be compared entry by entry. Each rank holds all of it: for models that do not fit, see ``save``.
-
-    Args:
-        model: attached or not.
-        optimizer: the one that was attached, or the list of them; None: without their state.
-
-    Returns:
-        ``{"model.<name>": tensor, "optimizer.<parameter>.<state>": tensor, "extra.<parameter>/<name>": tensor}``.
-    """
+    ``optimizer``: the one that was attached, or the list of them; None: without their state."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("logical_state_dict", patient=True)
     return {entry.key: _whole_on_cpu(view, entry) for entry in list(view.entries())}
@@ -264,9 +289,14 @@ def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
     """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
-    if isinstance(entry.tensor, DTensor):
-        return entry.tensor.full_tensor().detach().cpu()
-    return entry.tensor.detach().to("cpu", copy=True)
+    whole = value_of(entry.tensor)
+    return whole.cpu() if isinstance(entry.tensor, DTensor) else whole.to("cpu", copy=True)
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """A tensor that is no expert's, whole. Collective over the ranks that have parts of it."""
+    with torch.no_grad():
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # -- folders that all ranks see --------------------------------------------------------------------------------------
@@ -277,11 +307,9 @@ class JointAccess:
     that fails still takes part, and every rank raises at the next check: none waits for one that gave up."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self.size = 1 if group is None else group.size()
-        self.number = 0 if group is None else group.rank()
+        self._group, self._device = group, device
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.number = 0 if group is None else group.rank()
 
     @classmethod
     def of(cls, view: LogicalView) -> JointAccess:
@@ -296,12 +324,8 @@ class JointAccess:
         )
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
-        """Return the result of an action, which has succeeded on all ranks.
-
-        Raises:
-            Exception: what failed on this rank.
-            CheckpointError: another rank failed; names it.
-        """
+        """Return the result of an action, which has succeeded on all ranks. Raises what failed on this rank, or
+        CheckpointError, which names another rank that failed."""
         problem: Exception | None = None
         try:
             result = action()
@@ -333,3 +357,71 @@ class JointAccess:
             rank = self.ranks[seen.index(b"")]
             raise CheckpointError(f"rank {rank} does not see {path}: give a folder that all ranks see")
         return any(seen)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one tensor of the training state is stored.
+
+    Args:
+        names: of its parts; ``*`` in them is the number of the expert.
+        experts: E, where each expert has tensors of its own; 0: the tensor is stored whole.
+        sizes: of the parts along ``dim``; empty: there is one part.
+        dim: dimension of the tensor (of one expert, without E) along which it is cut into parts.
+    """
+
+    names: tuple[str, ...]
+    experts: int = 0
+    sizes: tuple[int, ...] = ()
+    dim: int = 0
+
+    def names_of(self, expert: int) -> tuple[str, ...]:
+        """Names of the parts of one expert, or of the tensor."""
+        return tuple(name.replace("*", str(expert), 1) for name in self.names) if self.experts else self.names
+
+    def cut(self, value: Tensor, expert: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of each part."""
+        parts = value.split(list(self.sizes), self.dim) if self.sizes else (value,)
+        return zip(self.names_of(expert), parts, strict=True)
+
+
+class Saved:
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        name: of messages.
+        tensors: by the keys of `logical_state_dict`.
+        optimizers: param groups, and state that is no tensor by parameter (``"numbers"``), of each pipeline stage.
+        balancer: `Balancer.state_dict`, or None.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorSpec]
+    optimizers: Sequence[Mapping[str, Any]] = ()
+    balancer: Mapping[str, Any] | None = None
+
+    def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
+        """Write the saved values into live tensors, an expert at a time."""
+        for entry in entries:
+            for offsets, block in view.blocks_of(entry):
+                self.read_block(entry.key, offsets, block)
+
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
+        raise NotImplementedError
+
+
+class PretrainedFolders(Protocol):
+    """A framework's own checkpoint folders (``save_pretrained``, ``from_pretrained``), for an attached model."""
+
+    def write(self, view: LogicalView, folder: Path, **options: Any) -> None:
+        """Write the whole model in logical order. Collective."""
+
+    def opened(self, view: LogicalView, folder: Path) -> Saved:
+        """Open a folder whose weights are to be read."""
+
+    def names(self, view: LogicalView) -> Mapping[str, Stored]:
+        """How the folders store tensors, by the model's names, where they store parts of them."""
+
+    def describe(self, view: LogicalView, folder: Path) -> None:
+        """Write the configuration that the framework reads a folder with."""

@@ -1,8 +1,9 @@
 """A model's tensors as a stream in logical order, a bucket at a time: how weights leave for an engine or a folder.
 
-Every rank makes the same list of pieces and cuts it into the same buckets. Each bucket has two halves. First every
-rank takes the memory that it needs and fills in what it has; then all agree to go on. Only then data travel, so a rank
-that has stopped or failed is known to the others before they wait for its data.
+Hosts list the tensors of a model with what each becomes (`Weight`). Every rank makes the same list of pieces of it and
+cuts that into the same buckets. Each bucket has two halves. First every rank takes the memory that it needs and fills
+in what it has; then all agree to go on. Only then data travel, so a rank that has stopped or failed is known to the
+others before they wait for its data.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..balancer.exports import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
-from ..moe.experts.slices import whole_row
+from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum
 from ..utils.errors import one_line
-from .weights import TensorSpec, Weight, value_of
+from .state import LogicalView, TensorSpec, value_of
 
 if TYPE_CHECKING:
     from ..balancer.balancer import Balancer
@@ -35,13 +36,66 @@ NamedTensor = tuple[str, Tensor]
 BUCKET_BYTES = 1 << 26
 """Of a bucket, where no consumer says how much it takes."""
 _EQUAL, _ANOTHER, _DIFFERS = 1, 2, 3
-"""State of a chunk that was given, of which the largest over ranks counts: as in the model, as another expert there,
+"""State of a piece that was given, of which the largest over ranks counts: as in the model, as another expert there,
 as neither. 0: it was not given."""
 _MOST_NAMED = 8
 
 
 class ExportError(RuntimeError):
     """Weights that could not be exported, or are not the model's; one line, the same on every rank."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Tensors of a model that become tensors of its checkpoint together, and independent of all others.
+
+    Args:
+        sources: the live tensors. Of experts: this rank's rows ``[E/R, ...]``, or a tensor for each of its home slots.
+        layer: the MoE layer, over the whole model, whose experts the rows are; None: of none.
+        made: what becomes of the sources, whole, by name and in order.
+        by_expert: where what ``convert`` makes of an expert's row belongs, by key: a name with ``*`` for the number of
+            the expert, or without: a tensor whose rows are the experts. None: the sources are converted whole.
+        convert: makes tensors by key from the values of the sources; of one expert from ``[1, ...]``, or from the
+            tensor of its slot.
+        shared: other pipeline stages may have the same tensors under the same names.
+        names: of the sources, in the model.
+        keeps_values: the name is all that changes.
+    """
+
+    sources: tuple[Tensor | tuple[Tensor, ...], ...]
+    layer: int | None
+    made: Mapping[str, TensorSpec]
+    by_expert: Mapping[str, str] | None
+    convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+    shared: bool = False
+    names: tuple[str, ...] = ()
+    keeps_values: bool = False
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The live tensors one by one."""
+        return [part for source in self.sources for part in (source if isinstance(source, tuple) else (source,))]
+
+    def places_of(self, expert: int) -> Iterator[tuple[str, str, int | None]]:
+        """Yield key, name and row (None: all of it) of each tensor of an expert."""
+        for key, name in (self.by_expert or {}).items():
+            yield key, name.replace("*", str(expert), 1), None if "*" in name else expert
+
+
+def as_named(name: str, tensor: Tensor, layer: int | None, spec: TensorSpec) -> Weight:
+    """A tensor under its own name, experts stacked."""
+    by_expert = None if layer is None else {name: name}
+    return Weight((tensor,), layer, {name: spec}, by_expert, lambda values: {name: values[0]})
+
+
+def weights_of(model: nn.Module, first_layer: int) -> list[Weight]:
+    """Tensors of a model under its own names, experts stacked ``[E, ...]``, as `logical_state_dict` has them;
+    ``first_layer``: number of its first MoE layer over the whole model, which its balancer knows as well."""
+    view = LogicalView(model)
+    return [as_named(entry.name, entry.tensor, entry.layer, view.spec_of(entry)) for entry in view.entries("model")]
+
+
+# -- pieces, and which rank has them -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -57,7 +111,7 @@ class Piece:
         layer: MoE layer of the whole model; None: of none.
         expert: the logical expert; None: of none, or all of a layer together.
         rows: of the tensor whose row ``expert`` it is; 0: it is a tensor.
-        joint: made whole by all ranks of the stage together.
+        joint: made by several ranks together: those that hold the expert, or all of the stage.
         shared: as of `Weight`.
     """
 
@@ -89,14 +143,40 @@ class TensorList:
     def __init__(
         self, balancer: Balancer, weights: Mapping[int, Sequence[Weight]], dtype: torch.dtype | None = None
     ) -> None:
-        self.balancer = balancer
-        self.job = balancer.runtime.job
-        self._weights = weights
-        self._dtype = dtype
+        self.balancer, self.job = balancer, balancer.runtime.job
+        self._weights, self._dtype = weights, dtype
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
         self._placement = balancer.placement
         self.num_experts = self._placement.num_experts
-        self.pieces = [piece for stage, listed in weights.items() for piece in self._pieces_of(stage, listed)]
+        # int64 [L, E]: where each logical expert is among the rows of all ranks that have each row once.
+        homes_LE = self._placement.homes_LRH.reshape(self._placement.num_layers, -1)
+        self._places = np.argsort(homes_LE, axis=1, kind="stable")
+        self._row_sets = {  # for each stage, the sets of ranks that have each of its rows once
+            stage: [ranks for ranks in self.job.row_sets if ranks[0] in holders]
+            for held, holders in zip(self.job.stage_sets, self.job.data_sets, strict=True)
+            for stage in held
+        }
+        # Each EDP rank has a slice of each expert.
+        sliced = balancer.tensors.sliced and not self.job.divided_rows and len(self.job.edp_ranks) > 1
+        self.pieces = [piece for stage, listed in weights.items() for piece in self._pieces_of(stage, listed, sliced)]
+
+    def _pieces_of(self, stage: int, weights: Sequence[Weight], sliced: bool) -> Iterator[Piece]:
+        for number, weight in enumerate(weights):
+            layer = weight.layer
+            if layer is None or weight.by_expert is None:
+                joint = layer is not None or any(isinstance(part, DTensor) for part in weight.memory)
+                for name, spec in weight.made.items():
+                    yield Piece(name, self._cast(spec), stage, number, name, layer, None, 0, joint, weight.shared)
+                continue
+            for expert in range(self.num_experts):
+                for key, name, row in weight.places_of(expert):
+                    spec, rows = self._cast(weight.made[name]), 0
+                    if row is not None:
+                        spec, rows = replace(spec, shape=(1, *spec.shape[1:])), spec.shape[0]
+                    yield Piece(name, spec, stage, number, key, layer, expert, rows, sliced, False)
+
+    def _cast(self, spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype=self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
 
     def by_name(self) -> dict[str, list[int]]:
         """Return the numbers of each tensor's pieces."""
@@ -109,26 +189,14 @@ class TensorList:
         """Return why tensors of this rank cannot be read now; empty: they can."""
         if freed := self.balancer.tensors.memory.why_freed():
             return freed
-        names = (next(iter(one.made)) for weights in self._weights.values() for one in weights if one.freed)
+        every = (one for weights in self._weights.values() for one in weights)
+        names = (next(iter(one.made)) for one in every if not all(map(has_memory, one.memory)))
         return next((f"the memory of {name} is freed, as jobs do between phases: load it first" for name in names), "")
 
-    def _pieces_of(self, stage: int, weights: Sequence[Weight]) -> Iterator[Piece]:
-        for number, weight in enumerate(weights):
-            layer = weight.layer
-            if layer is None or weight.by_expert is None:
-                joint = weight.is_sharded or layer is not None
-                for name, spec in weight.made.items():
-                    yield Piece(name, self._cast(spec), stage, number, name, layer, None, 0, joint, weight.shared)
-                continue
-            for expert in range(self.num_experts):
-                for key, name, row in weight.places_of(expert):
-                    spec, rows = self._cast(weight.made[name]), 0
-                    if row is not None:
-                        spec, rows = TensorSpec((1, *spec.shape[1:]), spec.dtype), spec.shape[0]
-                    yield Piece(name, spec, stage, number, key, layer, expert, rows, False, False)
-
-    def _cast(self, spec: TensorSpec) -> TensorSpec:
-        return TensorSpec(spec.shape, self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
+    def moved(self) -> str:
+        """Return that experts have moved since this list was made; empty: they have not."""
+        same = self.balancer.rebalancer.epoch_on_this_rank == self._placement.epoch
+        return "" if same else "experts have moved since the export began: begin it again"
 
     def agree(self, options: str, problem: str, control: dist.ProcessGroup) -> str:
         """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
@@ -138,13 +206,14 @@ class TensorList:
             return found
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
             return odd
-        text = json.dumps([_fields_of(piece) for piece in self.pieces]).encode()
+        text = json.dumps([vars(piece) for piece in self.pieces], default=vars_of_spec).encode()
         if odd := all_equal(xxhash.xxh3_128(text).digest(), "list of tensors", control, sets):
             return odd
         if len(sets) > 1:
             first = self.job.rank in [ranks[0] for ranks in sets]
             said = [json.loads(text) for text in gather_bytes(text if first else b"", control) if text]
-            self.pieces = sorted((_piece_of(fields) for one in said for fields in one), key=lambda piece: piece.stage)
+            pieces = [Piece(**{**fields, "spec": _spec(**fields["spec"])}) for one in said for fields in one]
+            self.pieces = sorted(pieces, key=lambda piece: piece.stage)
         first_of = {name: self.pieces[numbers[0]] for name, numbers in self.by_name().items()}
         for piece in self.pieces:
             known = first_of[piece.name]
@@ -155,23 +224,6 @@ class TensorList:
                 )
         self.pieces = [piece for piece in self.pieces if piece.stage == first_of[piece.name].stage]
         return ""
-
-    # -- which rank has what -----------------------------------------------------------------------------------------
-
-    @cached_property
-    def _places(self) -> np.ndarray[Any, Any]:
-        """int64 ``[L, E]``: where each logical expert is among the rows of all ranks that have each row once."""
-        return np.argsort(self._placement.homes_LRH.reshape(self._placement.num_layers, -1), axis=1, kind="stable")
-
-    @cached_property
-    def _row_sets(self) -> dict[int, list[tuple[int, ...]]]:
-        """For each stage, the sets of ranks that have each of its rows once."""
-        holders = {
-            stage: set(ranks)
-            for held, ranks in zip(self.job.stage_sets, self.job.data_sets, strict=True)
-            for stage in held
-        }
-        return {stage: [ranks for ranks in self.job.row_sets if ranks[0] in held] for stage, held in holders.items()}
 
     def owner_of(self, number: int, to: int | None = None) -> int | None:
         """Return the rank that gives a piece to all or to one rank; None: all have it, so nothing travels."""
@@ -184,26 +236,12 @@ class TensorList:
             return None
         return to if to in holders else holders[number % len(holders)]
 
-    # -- values ------------------------------------------------------------------------------------------------------
-
-    def is_plain(self, piece: Piece) -> bool:
-        """Return whether its owner makes it alone."""
-        return not piece.joint and not (piece.expert is not None and self._sliced)
-
-    @cached_property
-    def _sliced(self) -> bool:
-        """Return whether each EDP rank has a slice of each expert."""
-        expert_data = self.balancer.runtime.groups.expert_data
-        return self.balancer.tensors.sliced and not self.job.divided_rows and expert_data is not None
-
     def value(self, piece: Piece, owner: int | None) -> Tensor | None:
-        """Return a piece on its owner, in live memory where that is whole; else None. What is not plain is collective
-        over the ranks that make it together; others return at once."""
-        rank = self.job.rank
-        mine = owner in (None, rank)
-        if piece.stage not in self._weights or (self.is_plain(piece) and not mine):
-            return None
-        if piece.expert is not None and owner not in (self.job.edp_ranks if self._sliced else (rank,)):
+        """Return a piece on its owner, in live memory where that is whole; else None. A joint piece is collective over
+        the ranks that make it; others return at once."""
+        mine = owner in (None, self.job.rank)
+        ours = piece.joint and (piece.expert is None or owner in self.job.edp_ranks)
+        if piece.stage not in self._weights or not (mine or ours):
             return None
         weight = self._weights[piece.stage][piece.weight]
         what = (piece.stage, piece.weight, piece.expert)
@@ -227,83 +265,63 @@ class TensorList:
         """Let go of what was made last."""
         self._last = (None, {})
 
-    def moved(self) -> str:
-        """Return that experts have moved since this list was made; empty: they have not."""
-        same = self.balancer.rebalancer.epoch_on_this_rank == self._placement.epoch
-        return "" if same else "experts have moved since the export began: begin it again"
+    # -- a bucket: ``to`` says by a piece's number which rank it goes to; None: to all. All go to all, or each to one --
 
+    def begin(self, to: Mapping[int, int | None], copies: bool) -> dict[int, Tensor]:
+        """Take the memory of what arrives, and read the pieces that this rank makes alone; returns both. ``copies``: of
+        what stays here; else it is handed out in live memory."""
+        parts: dict[int, Tensor] = {}
+        for number, rank in to.items():
+            if rank in (None, self.job.rank) and self.owner_of(number, rank) not in (None, self.job.rank):
+                spec, device = self.pieces[number].spec, self.balancer.runtime.device
+                parts[number] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        self._read(to, parts, copies, joint=False)
+        return parts
 
-def _fields_of(piece: Piece) -> list[Any]:
-    shape, dtype = piece.spec.shape, str(piece.spec.dtype).removeprefix("torch.")
-    return [value for name, value in vars(piece).items() if name != "spec"] + [shape, dtype]
-
-
-def _piece_of(fields: Sequence[Any]) -> Piece:
-    name, *rest, shape, dtype = fields
-    return Piece(name, TensorSpec(tuple(shape), getattr(torch, dtype)), *rest)
-
-
-# -- a bucket --------------------------------------------------------------------------------------------------------
-
-
-class Bucket:
-    """Pieces that travel together, each in memory of its own.
-
-    Args:
-        to: by a piece's number, the rank that it goes to; None: to all. All go to all, or each to one.
-        copies: of what stays here; else it is handed out in live memory.
-    """
-
-    def __init__(self, tensors: TensorList, to: Mapping[int, int | None], copies: bool) -> None:
-        self._tensors, self._to, self._copies = tensors, to, copies
-        self._rank = tensors.job.rank
-        self._owner = {number: tensors.owner_of(number, rank) for number, rank in to.items()}
-        self._parts: dict[int, Tensor] = {}
-
-    def begin(self) -> None:
-        """Take the memory of what arrives, and read the pieces that this rank makes alone."""
-        for number, to in self._to.items():
-            if to in (None, self._rank) and self._owner[number] not in (None, self._rank):
-                spec, device = self._tensors.pieces[number].spec, self._tensors.balancer.runtime.device
-                self._parts[number] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        self._read(plain=True)
-
-    def end(self) -> list[tuple[Piece, Tensor]]:
+    def end(self, to: Mapping[int, int | None], parts: dict[int, Tensor], copies: bool) -> list[tuple[Piece, Tensor]]:
         """Make the pieces that ranks make together, and send each to the ranks that need it. Collective. Returns what
-        this rank has of the bucket, which holds on to none of it."""
-        self._read(plain=False)
-        for work in self._travelling():
+        this rank has of the bucket, and empties ``parts``."""
+        self._read(to, parts, copies, joint=True)
+        for work in self._travelling(to, parts):
             work.wait()
-        parts, self._parts = self._parts, {}
-        return [(self._tensors.pieces[n], parts[n]) for n, to in self._to.items() if to in (None, self._rank)]
+        here = [(self.pieces[n], parts[n]) for n, rank in to.items() if rank in (None, self.job.rank)]
+        parts.clear()
+        return here
 
-    def _read(self, plain: bool) -> None:
-        for number, to in self._to.items():
-            piece = self._tensors.pieces[number]
-            if self._tensors.is_plain(piece) != plain:
-                continue
-            if (value := self._tensors.value(piece, self._owner[number])) is not None:
-                copied = self._copies and to in (None, self._rank)
-                self._parts[number] = value.to(piece.spec.dtype, copy=copied).contiguous()
-        self._tensors.forget()
+    def _read(self, to: Mapping[int, int | None], parts: dict[int, Tensor], copies: bool, joint: bool) -> None:
+        for number, rank in to.items():
+            piece = self.pieces[number]
+            if piece.joint == joint and (value := self.value(piece, self.owner_of(number, rank))) is not None:
+                copied = copies and rank in (None, self.job.rank)
+                parts[number] = value.to(piece.spec.dtype, copy=copied).contiguous()
+        self.forget()
 
-    def _travelling(self) -> Sequence[dist.Work]:
-        group = self._tensors.balancer.runtime.groups.everyone
+    def _travelling(self, to: Mapping[int, int | None], parts: Mapping[int, Tensor]) -> Sequence[dist.Work]:
+        group, here = self.balancer.runtime.groups.everyone, self.job.rank
         works: list[dist.Work] = []
         messages: list[dist.P2POp] = []
-        for number, to in self._to.items():
-            owner = self._owner[number]
-            if to is None and owner is not None:
-                work = dist.broadcast(as_bytes(self._parts[number]), owner, group=group, async_op=True)
+        for number, rank in to.items():
+            owner = self.owner_of(number, rank)
+            if rank is None and owner is not None:
+                work = dist.broadcast(as_bytes(parts[number]), owner, group=group, async_op=True)
                 assert work is not None
                 works.append(work)
-            elif owner != to and self._rank in (owner, to):
-                send, peer = (dist.isend, to) if owner == self._rank else (dist.irecv, owner)
-                messages.append(dist.P2POp(send, as_bytes(self._parts[number]), peer, group))
+            elif owner != rank and here in (owner, rank):
+                send, peer = (dist.isend, rank) if owner == here else (dist.irecv, owner)
+                messages.append(dist.P2POp(send, as_bytes(parts[number]), peer, group))
         return works or (dist.batch_isend_irecv(messages) if messages else [])
 
 
-def cut(pieces: Sequence[Piece], bucket_bytes: int) -> list[range]:
+def vars_of_spec(spec: TensorSpec) -> dict[str, Any]:
+    """Of `json.dumps`; `_spec` is the way back."""
+    return {"shape": spec.shape, "dtype": str(spec.dtype).removeprefix("torch.")}
+
+
+def _spec(shape: Sequence[int], dtype: str) -> TensorSpec:
+    return TensorSpec(tuple(shape), getattr(torch, dtype))
+
+
+def _cut(pieces: Sequence[Piece], bucket_bytes: int) -> list[range]:
     """Return the numbers of neighbours that fit into a bucket together."""
     cuts: list[range] = []
     first = total = 0
@@ -337,10 +355,10 @@ def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
     """Bring each piece to a rank; there, yield each tensor: in live memory where it is there whole, and on the host
     where experts are stacked. Collective; all ranks go through to the end."""
     stacks: dict[str, Tensor] = {}
-    for numbers in cut(tensors.pieces, BUCKET_BYTES):
-        bucket = Bucket(tensors, {number: to[number] for number in numbers}, copies=False)
-        bucket.begin()
-        yield from _assembled(bucket.end(), stacks, torch.device("cpu"))
+    for numbers in _cut(tensors.pieces, BUCKET_BYTES):
+        ranks = {number: to[number] for number in numbers}
+        parts = tensors.begin(ranks, copies=False)
+        yield from _assembled(tensors.end(ranks, parts, copies=False), stacks, torch.device("cpu"))
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -356,14 +374,10 @@ class LogicalTensors(TensorStream):
     """
 
     def __init__(self, tensors: TensorList, bucket_bytes: int, rank: int | None, seconds: float) -> None:
-        self._tensors = tensors
-        self._rank = rank
-        self._seconds = seconds
-        self._cuts = cut(tensors.pieces, bucket_bytes)
+        self._tensors, self._rank, self._seconds = tensors, rank, seconds
+        self._cuts = _cut(tensors.pieces, bucket_bytes)
         self._stacks: dict[str, Tensor] = {}
-        self._next = 0
-        self._open = True
-        self._refusal = ""
+        self._next, self._open, self._refusal = 0, True, ""
         self._running: Iterator[NamedTensor] = iter(())
         self.num_experts = tensors.num_experts
         self.experts = {
@@ -379,7 +393,7 @@ class LogicalTensors(TensorStream):
             if self._next == len(self._cuts):
                 self._end()
             else:
-                self._running = self._bring(self._cuts[self._next])
+                self._running = self._bring(dict.fromkeys(self._cuts[self._next], self._rank))
         if self._refusal:
             raise ExportError(self._refusal)
         raise StopIteration
@@ -392,41 +406,33 @@ class LogicalTensors(TensorStream):
         """`TensorStream.close`."""
         if not self._open:
             return
-        left = self._next < len(self._cuts)
         self._end()
         if reason:
             self._refusal = (
                 f"this stream of weights has ended: {reason}; begin a new one (a function begins it in time for "
                 "verify_export: lambda: balancer.named_logical_tensors())"
             )
-        if left:
+        if self._next < len(self._cuts):
             seconds, control = self._seconds, self._tensors.balancer.rebalancer.control
             control.broadcast_notice(lambda agreement: agreement.go_on(reason, True, seconds))
 
     def _end(self) -> None:
-        self._open = False
-        self._running = iter(())
+        self._open, self._running = False, iter(())
         self._tensors.forget()
 
     @torch.no_grad()
-    def _bring(self, numbers: range) -> Iterator[NamedTensor]:
+    def _bring(self, to: Mapping[int, int | None]) -> Iterator[NamedTensor]:
         """Fill a bucket, or raise what a rank has that stopped, failed or has not come. Collective."""
-        tensors, problem = self._tensors, self._tensors.moved() or self._tensors.problem()
-        bucket = Bucket(tensors, dict.fromkeys(numbers, self._rank), copies=True)
+        tensors, parts = self._tensors, dict[int, Tensor]()
+        problem = tensors.moved() or tensors.problem()
         if not problem:
             try:
-                bucket.begin()
+                parts = tensors.begin(to, copies=True)
             except Exception as error:
                 problem = one_line(error, with_type=True)
-        self._agree(problem)
-        self._next += 1
-        return _assembled(bucket.end(), self._stacks)  # without a reference to the stream
-
-    def _agree(self, problem: str) -> None:
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
-        rebalancer = self._tensors.balancer.rebalancer
         try:
-            outcome = rebalancer.run(lambda _, agreement: agreement.go_on(problem, False, seconds), seconds)
+            outcome = tensors.balancer.rebalancer.run(lambda _, all_: all_.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:
             self._end()
             raise ExportError(
@@ -436,11 +442,14 @@ class LogicalTensors(TensorStream):
         if outcome:
             self._end()
             raise ExportError(f"weights were not exported past {where}: {outcome}")
+        self._next += 1
+        return _assembled(tensors.end(to, parts, copies=True), self._stacks)  # without a reference to the stream
 
 
 # -- exports of a balancer -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Exporter:
     """The exports of one balancer. Both methods are collective, between steps.
 
@@ -448,13 +457,12 @@ class Exporter:
         weights_of_stages: lists the tensors of each pipeline stage of this rank, as they are now.
     """
 
-    def __init__(self, balancer: Balancer, weights_of_stages: Mapping[int, Callable[[], Sequence[Weight]]]) -> None:
-        self._balancer = balancer
-        self._weights_of_stages = weights_of_stages
+    balancer: Balancer
+    weights_of_stages: Mapping[int, Callable[[], Sequence[Weight]]]
 
     def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
         """`Balancer.named_logical_tensors`."""
-        ranks, problem = self._balancer.runtime.job.ranks, ""
+        ranks, problem = self.balancer.runtime.job.ranks, ""
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             problem = f"bucket_bytes is {bucket_bytes!r}: give a whole number of bytes from 1 on"
         if rank is not None and rank not in ranks:
@@ -470,7 +478,7 @@ class Exporter:
         theirs, problem = _given(tensors, given)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
-        run = self._balancer.rebalancer.run
+        run = self.balancer.rebalancer.run
         # A rank that takes longer to walk its weights is waited for here.
         outcome = run(lambda _, agreement: agreement.go_on("", False, seconds), seconds)
         if found := outcome or run(lambda group, _: first_problem(problem, group)):
@@ -488,14 +496,14 @@ class Exporter:
     def _listed(self, dtype: torch.dtype | None, options: str, problem: str) -> TensorList:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
-        tensors = TensorList(self._balancer, {}, dtype)
+        tensors = TensorList(self.balancer, {}, dtype)
         try:
-            problem = problem or self._balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
-            weights = {stage: listed() for stage, listed in self._weights_of_stages.items()}
-            tensors = TensorList(self._balancer, weights, dtype)
+            problem = problem or self.balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
+            weights = {stage: listed() for stage, listed in self.weights_of_stages.items()}
+            tensors = TensorList(self.balancer, weights, dtype)
         except Exception as error:
             problem = problem or one_line(error, with_type=True)
-        if found := self._balancer.rebalancer.run(lambda group, _: tensors.agree(options, problem, group)):
+        if found := self.balancer.rebalancer.run(lambda group, _: tensors.agree(options, problem, group)):
             raise ExportError(f"weights cannot be exported: {found}")
         return tensors
 
@@ -535,8 +543,8 @@ def _said(pieces: Sequence[Piece], states: Sequence[int]) -> str:
     wrong = [piece for piece, state in found if state > _EQUAL and piece.expert is not None]
     others = [piece.name for piece, state in found if state > _EQUAL and piece.expert is None]
     if wrong or others:
-        parts = [f"experts that are not the model's: {_listed(wrong)}"] if wrong else []
-        parts += [f"tensors that are not the model's: {', '.join(others[:_MOST_NAMED])}"] if others else []
+        parts = [f"experts that are not the model's: {_named(wrong)}"] if wrong else []
+        parts += [f"tensors that are not the model's: {_first(others)}"] if others else []
         if wrong and _DIFFERS not in states:
             parts.append(
                 "each has the weights of another expert, as a walk by local index (ep_rank * E/R + i) exports them "
@@ -545,19 +553,21 @@ def _said(pieces: Sequence[Piece], states: Sequence[int]) -> str:
             )
         raise ExportError(f"verify_export: {'; '.join(parts)}")
     if missing := [piece for piece, state in found if piece.expert is not None and not state]:
-        raise ExportError(f"verify_export: experts that no rank has given: {_listed(missing)}")
+        raise ExportError(f"verify_export: experts that no rank has given: {_named(missing)}")
     equal = {piece.name for piece, state in found if state}
     experts = {(piece.layer, piece.expert) for piece in pieces if piece.expert is not None}
     return f"{len(equal)} tensors are equal to the model's, among them those of all {len(experts)} experts"
 
 
-def _listed(pieces: Sequence[Piece]) -> str:
-    """Name layers and experts."""
+def _named(pieces: Sequence[Piece]) -> str:
+    """Layers and experts of pieces, as a message has them."""
     found: dict[Any, set[Any]] = defaultdict(set)
     for piece in pieces:
         found[piece.layer].add(piece.expert)
-    parts = []
-    for layer, experts in sorted(found.items())[:4]:
-        more = f" and {len(experts) - _MOST_NAMED} more" if len(experts) > _MOST_NAMED else ""
-        parts.append(f"layer {layer}: {', '.join(map(str, sorted(experts)[:_MOST_NAMED]))}{more}")
-    return "; ".join(parts) + (f"; and of {len(found) - 4} more layers" if len(found) > 4 else "")
+    parts = [f"layer {layer}: {_first(sorted(experts))}" for layer, experts in sorted(found.items())]
+    return "; ".join(parts[:4]) + (f"; and of {len(parts) - 4} more layers" if len(parts) > 4 else "")
+
+
+def _first(names: Sequence[Any]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(map(str, names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")

@@ -75,10 +75,10 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     rows = []
     for run, summary in zip(runs, summaries, strict=True):
-        row = {"rebalances": f"{summary.pop('rebalances')} of {len(run.replans)}", "GB moved": run.moved_bytes / 1e9}
+        row = {"rebalances": f"{summary.pop('rebalances')} of {len(run.plans)}", "GB moved": run.moved_bytes / 1e9}
         for name, value in summary.items():
             row |= {f"{name} {of}": one for of, one in value.items()} if isinstance(value, dict) else {name: value}
-        rows.append({"policy": row.pop("policy"), "layout": run.layout, **row})
+        rows.append({"policy": row.pop("policy"), "layout": run.plans[0].placement.layout, **row})
     judged = f"{len(load) - arguments.every} windows of {load.shape[1]} layers judged, replanned every "
     what = "imbalance is that of the windows after each plan, not of those it was made from"
     print_table(f"{judged}{arguments.every}; {what}", rows)

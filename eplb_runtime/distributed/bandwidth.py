@@ -42,18 +42,19 @@ def measure(
         "inter_node_bandwidth": ((ep_rank + node) % size, (ep_rank - node) % size),
     }
     deadline = time.monotonic() + timeout_seconds
-    measured: dict[str, float] = {}
     try:
         most = MOST_BYTES[transport.device.type]
         if transport.device.type == "cuda":
             most = min(most, torch.cuda.mem_get_info(transport.device)[0] // SHARE_OF_FREE_MEMORY)
         most = max(1, -int(maxima(torch.tensor(-most), control)))  # what the rank with the least memory can spare
-        for name, (to, source) in rings.items():
-            if to != ep_rank:
-                measured[name] = _bandwidth(transport, peers[to], peers[source], most, control, deadline)
+        measured = {
+            name: _bandwidth(transport, peers[to], peers[source], most, control, deadline)
+            for name, (to, source) in rings.items()
+            if to != ep_rank
+        }
+    except TransportError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, TransportError):
-            raise
         raise TransportError(f"the links could not be measured: {one_line(error)}") from error
     return replace(topology, **measured)  # type: ignore[arg-type]
 

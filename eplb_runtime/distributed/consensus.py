@@ -4,9 +4,8 @@ Each waits no longer than its deadline, or than its group's timeout where it is 
 every rank, and names the ranks that differ or have failed.
 
 `Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
-ranks. A vote alone is not enough: a rank may time out in it while
-the others finish. So the outcome is a record in the launcher's store, written by compare-and-set: the first word
-stands, and a rank that timed out writes "abort".
+ranks. A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
+launcher's store, written by compare-and-set: the first word counts, and a rank that timed out writes "abort".
 
 `TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
 without this rank's yes: until it has said that, it may refuse alone. From then on it is in doubt. It may propose a
@@ -16,31 +15,33 @@ explores the table exhaustively.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..utils.errors import one_line
-from .points import Phase, Probe, unobserved
-from .private_groups import hang_up
 from .store import SETUP_SECONDS, JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
 
 _CPU = torch.device("cpu")
+_CLOSING = timedelta(milliseconds=1)
+_NO_TAG = 0x7FFFFF
+"""Of a message that is never sent: one that met a real message of another size would end the process."""
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
-_MOST_SECONDS = 1800.0
 _SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
 _CAUSE_BYTES = 240
@@ -55,35 +56,40 @@ class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
 
 
-class ConsensusError(TransportError):
-    """A rank did not arrive in time, or its connection is gone."""
-
-
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-def wait_on_host(works: Sequence[dist.Work], group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until the host sees that all works are done; RuntimeError: the group is broken."""
-    deadline = time.monotonic() + seconds
+def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
+    """Wait until the host sees that work of a group is done; RuntimeError: the group is broken."""
+    assert work is not None
     if not on_device:
-        for work in works:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        work.wait(timedelta(seconds=max(0.001, seconds)))
         return
     # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
-    while not all(work.is_completed() for work in works):
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
         if time.monotonic() > deadline:
             group.abort()
             raise RuntimeError(f"not done in {seconds:g} s")
         time.sleep(_POLL_SECONDS)
-    for work in works:
-        work.wait()
+    work.wait()
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
-    """Return how long collectives of this group wait by now. Messages between two ranks must be told: by
-    themselves they wait for what was given when the group was made."""
+    """Return how long collectives of this group wait by now. Messages between two ranks need it as an argument: their
+    default is what the group was made with."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close its connections, so that ranks which wait for this one learn it at once."""
+    with contextlib.suppress(RuntimeError):
+        if group.name() != "gloo":
+            group.abort()
+        elif group.size() > 1:
+            # gloo closes all connections of a group when a wait on it expires.
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------
@@ -100,7 +106,7 @@ def gather_bytes(
     mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> list[bytes]:
     """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if no rank has any.
-    Raises ConsensusError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
+    Raises TransportError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group, device).total_seconds()
     lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
@@ -112,14 +118,21 @@ def gather_bytes(
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
+def gather_json(
+    mine: Any, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
+) -> list[Any]:
+    """`gather_bytes` of what JSON can say; None is no bytes."""
+    words = gather_bytes(b"" if mine is None else json.dumps(mine).encode(), group, device, deadline)
+    return [json.loads(word) if word else None for word in words]
+
+
 def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
     rows = mine.new_empty(group.size() * mine.numel())
     try:
         work = all_gather_into(rows, mine, group=group, async_op=True)
-        seconds = max(0.001, deadline - time.monotonic())
-        wait_on_host([work], group, seconds, on_device=mine.device.type != "cpu")
+        wait_on_host(work, group, deadline - time.monotonic(), on_device=mine.device.type != "cpu")
     except RuntimeError as error:
-        raise ConsensusError(f"the ranks could not meet: {one_line(error)}") from error
+        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
     return rows.view(group.size(), -1)
 
 
@@ -201,12 +214,7 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
 
 
 def barrier(
-    everyone: Sequence[int],
-    what: str,
-    timeout_seconds: float,
-    problem: BaseException | None = None,
-    *,
-    patient: bool = False,
+    everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
 ) -> str:
     """Wait for these ranks, by way of the launcher's store; no group is needed.
 
@@ -227,14 +235,14 @@ def barrier(
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
-    store = JobStore(world, base, max(timeout_seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
-    seconds, said = timeout_seconds, ""
+    store = JobStore(world, base, max(seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
     try:
         while True:
             call = store.add(f"calls of {rank}", 1)
             # Skip calls that the other ranks have already given up on; they are to come again.
             if not store.word_of(key := str(call)).startswith(_NOT_COME):
                 break
+        said = ""
         if problem is not None:
             text = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
             said = f"rank {rank}: {text}"
@@ -315,7 +323,6 @@ TABLE: Mapping[tuple[State, Heard], tuple[State, bool]] = {
 """The state that follows, and whether the rank proposes a word for the record and asks which one it holds. A pair that
 is not in it changes nothing: what is decided stays so."""
 
-_TELLS = (Heard.COMMIT, Heard.ABORT, Heard.SILENCE)
 DECIDED = (State.COMMITTED, State.ABORTED)
 
 
@@ -327,48 +334,82 @@ class Ballot:
 
     Attributes:
         refusal: why this rank has said no before it had said yes; empty: it has not.
+        verdict: the recorded decision of all ranks, in their common words; None: not known here yet.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.refusal = ""
-        self._state = State.OPEN
-        self._verdict: Verdict | None = None
+        self.state = State.OPEN
+        self.verdict: Verdict | None = None
         self._changed = threading.Condition()
-
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """Return the recorded decision of all ranks, in their common words; None: not known here yet."""
-        return self._verdict
 
     def hear(self, heard: Heard, verdict: Verdict) -> bool:
         """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
         whether to propose a word for the record."""
         with self._changed:
-            before = self._state
-            self._state, proposes = TABLE.get((before, heard), (before, False))
-            if before is State.OPEN and self._state is State.ABORTED:
+            before = self.state
+            self.state, proposes = TABLE.get((before, heard), (before, False))
+            if before is State.OPEN and self.state is State.ABORTED:
                 self.refusal = verdict.cause
-            if self._verdict is not None:
+            if self.verdict is not None:
                 return False
-            if self._state is State.ABORTED and heard is Heard.COMMIT:
+            if self.state is State.ABORTED and heard is Heard.COMMIT:
                 raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
-            if heard in _TELLS and self._state in (State.COMMITTED, State.ABORTED):
+            if heard in (Heard.COMMIT, Heard.ABORT, Heard.SILENCE) and self.state in DECIDED:
                 # No answer after a refusal: no rank commits, but some may not know yet.
                 broken = verdict.connections_broken or heard is Heard.SILENCE
-                commit = self._state is State.COMMITTED
-                self._verdict = replace(verdict, commit=commit, connections_broken=broken)
+                self.verdict = replace(verdict, commit=self.state is State.COMMITTED, connections_broken=broken)
             self._changed.notify_all()
             return proposes
 
     def wait(self, seconds: float) -> bool:
         """Return whether it is known what all ranks do, by now or soon."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._verdict is not None, seconds)
+            return self._changed.wait_for(lambda: self.verdict is not None, seconds)
+
+
+# -- named points of the protocol --------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """Where a rank can stand still, die or fail, in the order in which it comes there: the code calls a probe at each,
+    with what is said of it, and tests and `tests/soak` put faults there."""
+
+    STEPPED = "stepped"
+    """An optimizer step is over, on the training thread. The number of the step."""
+    DECIDING = "deciding"
+    """A decision begins, on the worker's thread. Its key."""
+    PLANNED = "planned"
+    """A plan has come from rank 0. Its bytes, a bytearray that is read afterwards."""
+    PREPARED = "prepared"
+    """This rank has its schedule and its memory. The schedule."""
+    POSTED = "posted"
+    """A round has been posted. The round."""
+    STAGED = "staged"
+    """Experts have come. What is staged, perhaps nothing."""
+    VERIFIED = "verified"
+    """What came is what left. What is staged."""
+    VOTED = "voted"
+    """This rank has said yes or no to a round or a plan, and nothing is recorded yet. The verdict of the vote."""
+    DECIDED = "decided"
+    """The verdict on a round is recorded. The verdict."""
+    AWAITED = "awaited"
+    """With overlap: a forward has come to a layer whose experts are on their way. The layer."""
+    COMMITTING = "committing"
+    """A layer of a round is about to be written. The layer."""
+    COMMITTED = "committed"
+    """A round is committed. The round."""
+    CONNECTED = "connected"
+    """New connections are made, and nothing is recorded yet. The attempt."""
+
+
+Probe = Callable[[Phase, Any], None]
+"""Called at each point with what the rank works on. One that raises makes the rank fail there."""
+
+
+def unobserved(phase: Phase, subject: Any) -> None:
+    """Looks at nothing."""
 
 
 # -- comparing and voting on the control group -------------------------------------------------------------------------
@@ -383,11 +424,7 @@ class Agreement:
     it. A rank that has said yes asks for the outcome for ``most_seconds``."""
 
     def __init__(
-        self,
-        control: dist.ProcessGroup,
-        store: JobStore,
-        probe: Probe = unobserved,
-        most_seconds: float = _MOST_SECONDS,
+        self, control: dist.ProcessGroup, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
     ) -> None:
         self._most_seconds = most_seconds
         self._control = control
@@ -457,22 +494,27 @@ class Agreement:
         groups' connections; then this rank hangs up, so that no rank waits for it. InDoubt: a rank that has said yes
         has had no answer for ``most_seconds``."""
         if timed_out:
-            return self.stay_away(ballot, Verdict(False, problem, True))
+            return self.refuse(ballot, Verdict(False, problem, True), votes=False)
         if not problem and self._store.silent:
             problem = "the launcher's store does not answer"
         ballot.hear(Heard.REFUSE if problem else Heard.VOTE, Verdict(False, problem))
-        return self._follow(ballot, *self._count(ballot.refusal))
-
-    def refuse(self, ballot: Ballot, verdict: Verdict) -> Verdict:
-        """Say no. A rank that has said yes already can only propose that, and follows what all come to."""
-        return self._follow(ballot, Heard.REFUSE, verdict)
-
-    def stay_away(self, ballot: Ballot, verdict: Verdict) -> Verdict:
-        """`refuse`, and take no part in the vote: who waits for this rank's word there comes back at once."""
         try:
-            return self.refuse(ballot, verdict)
+            _, cause = self.gather_words(b"", ballot.refusal)
+            counted = Verdict(not cause, cause)
+            self._probe(Phase.VOTED, counted)
+            heard = Heard.A_NO if cause else Heard.ALL_YES
+        except Exception as error:
+            heard, counted = Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+        return self._follow(ballot, heard, counted)
+
+    def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
+        """Say no. A rank that has said yes already can only propose that, and follows what all come to. ``votes``:
+        False: take no part in the vote; ranks that wait for this one's word there come back at once."""
+        try:
+            return self._follow(ballot, Heard.REFUSE, verdict)
         finally:
-            hang_up(self._control)
+            if not votes:
+                hang_up(self._control)
 
     def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""
@@ -503,13 +545,3 @@ class Agreement:
     def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
         proposed = json.dumps(astuple(verdict))
         return Verdict(*json.loads(self._store.compare_set(key, proposed, patient=patient, passing=True)))
-
-    def _count(self, problem: str) -> tuple[Heard, Verdict]:
-        """Say this rank's word and hear those of all."""
-        try:
-            _, cause = self.gather_words(b"", problem)
-            counted = Verdict(not cause, cause)
-            self._probe(Phase.VOTED, counted)
-            return (Heard.A_NO if cause else Heard.ALL_YES), counted
-        except Exception as error:
-            return Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)

@@ -1,30 +1,51 @@
 """One rank's channel to the others: work on the control group, one thing after another on a thread of its own, and new
-connections after a failure (`reconnect`). What is done in it is collective, in the same order on every rank."""
+connections after a failure. What is done in it is collective, in the same order on every rank.
+
+New control and migration groups are made by all ranks at the end of one step. The ranks agree by words in the
+launcher's store under ``connections/N/``, N the attempt. The first word of a key decides, the same for all ranks. A
+rank whose connections are whole asks the store nothing.
+
+1. A rank that lost the others closes its old connections, so that the others fail in their next decision, and adds one
+   to ``here``. Training goes on.
+2. When all ranks are in ``here``, one writes into ``step`` the boundary at which they meet, a few ahead. Ranks that
+   train together are at most one boundary apart, so all read it before they come there.
+3. At that boundary all ranks meet in ``go``. Then they make the groups and the transport, and meet in ``hold``: all use
+   the new groups, or none does.
+
+After an attempt in vain the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from ..utils.errors import one_line
 from ..utils.worker import Worker
-from .consensus import Agreement, Verdict
-from .points import Probe
-from .private_groups import hang_up
+from .consensus import Agreement, Phase, Probe, Verdict, arrive, hang_up, outcome_of, unobserved
 from .process_groups import ProcessGroups, host_timeout
-from .reconnect import Link, Reconnection
+from .store import StoreError
 from .transports.base import Transport
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 Work = Callable[[dist.ProcessGroup, Agreement], T]
 """Work on the control group, given that group and the agreement over it."""
+MakeTransport = Callable[[dist.ProcessGroup, float], Transport]
+"""Makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where it fails."""
+Link = tuple[Transport, list[dist.ProcessGroup]]
+"""A transport of experts on new groups, which are taken over; and the groups before them, to be given back."""
 
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""
+MOST_TRIES = 5
+LEAD_STEPS = 2
+"""How many boundaries ahead ranks meet."""
 
 
 class ConnectionLost(RuntimeError):
@@ -34,23 +55,13 @@ class ConnectionLost(RuntimeError):
 class ControlChannel:
     """The control group of one rank.
 
-    Args:
-        make_transport: as of `Reconnection`.
-        begin: called first on the channel's thread.
-
     Attributes:
+        worker: its thread, on which ``begin`` is called first.
         agreement: comparisons of ranks on the control group of now.
-        worker: the channel's thread.
         reconnection: new connections; the old ones are not to be used while it is under way.
     """
 
-    def __init__(
-        self,
-        groups: ProcessGroups,
-        make_transport: Callable[[dist.ProcessGroup, float], Transport],
-        begin: Callable[[], None],
-        probe: Probe,
-    ) -> None:
+    def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, begin: Callable[[], None], probe: Probe):
         self._groups = groups
         self._probe = probe
         self._seconds = groups.timeout_seconds
@@ -59,8 +70,8 @@ class ControlChannel:
         self.agreement = self._new_agreement()
 
     def _new_agreement(self) -> Agreement:
-        seconds = host_timeout(self._groups.backend).total_seconds()
-        return Agreement(self._groups.control, self._groups.store, self._probe, seconds)
+        groups = self._groups
+        return Agreement(groups.control, groups.store, self._probe, host_timeout(groups.backend).total_seconds())
 
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""
@@ -70,8 +81,8 @@ class ControlChannel:
             )
 
     def _whole(self, work: Work[T]) -> Callable[[], T]:
-        """Return work on the control group of now. If it fails, this rank hangs up: the others come back from their
-        part of it at once, and later work of this rank does not mix with that."""
+        """Return work on the control group of now. If it fails, this rank hangs up: no other waits for its part, and
+        later work of this rank does not mix with it."""
         group, agreement = self._groups.control, self.agreement
 
         def whole() -> T:
@@ -111,10 +122,9 @@ class ControlChannel:
         try:
             seconds = self._seconds if seconds is None else seconds
             return self.worker.do(self._whole(work), seconds + A_LITTLE_SECONDS)
-        except (RuntimeError, TimeoutError) as error:
-            raise ConnectionLost(str(error)) from error
         except Exception as error:
-            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+            name = "" if isinstance(error, RuntimeError | TimeoutError) else f"{type(error).__name__}: "
+            raise ConnectionLost(f"{name}{error}") from error
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue a small collective on the control group, without waiting for it."""
@@ -126,3 +136,90 @@ class ControlChannel:
         if (link := self.reconnection.at_boundary(boundary)) is not None:
             self.agreement = self._new_agreement()
         return link
+
+
+class Reconnection:
+    """One rank's part in making new connections.
+
+    Attributes:
+        under_way: whether the old connections are not to be used any more, and no new ones hold yet.
+        tries: attempts since the connections broke.
+    """
+
+    def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, probe: Probe = unobserved) -> None:
+        self._groups, self._make_transport, self._probe = groups, make_transport, probe
+        self._attempt, self._here, self._said = 1, 0, ""
+        self.under_way = False
+        self.tries = 0
+
+    def begin(self) -> None:
+        """Begin after the connections broke."""
+        if not self.under_way:
+            self.under_way, self.tries, self._said = True, 0, ""
+            self._groups.hang_up()
+
+    def at_boundary(self, boundary: int) -> Link | None:
+        """Return what holds from here on, at the same boundary since attach on all ranks, or None: nothing yet."""
+        if not self.under_way or self.tries > MOST_TRIES:
+            return None
+        try:
+            step = self._step_of_meeting(boundary)
+            if boundary == step:
+                return self._connect()
+            for word in ("go", "hold") if step is not None and boundary > step else ():
+                self._groups.store.compare_set(self._key(word), f"rank {self._groups.job.rank} had passed the step")
+        except StoreError as error:
+            if str(error) != self._said:  # a store that is gone is so at every boundary
+                logger.info("the ranks could not connect yet: %s", error)
+            self._said = str(error)
+        return None
+
+    def _key(self, word: str) -> str:
+        return f"connections/{self._attempt}/{word}"
+
+    def _step_of_meeting(self, boundary: int) -> int | None:
+        """Return the boundary at which all ranks meet; None: not all are known to have lost their connections."""
+        store = self._groups.store
+        while store.word_of(self._key("hold")):
+            self._attempt += 1
+        if joins := self._here != self._attempt:
+            self.tries += 1
+            if self.tries > MOST_TRIES:
+                logger.warning("the ranks could not connect in %d tries: nothing is rebalanced any more", MOST_TRIES)
+                return None
+        here = store.add(self._key("here"), int(joins))
+        self._here = self._attempt
+        if here < len(self._groups.job.ranks):
+            return None
+        return int(store.compare_set(self._key("step"), str(boundary + LEAD_STEPS)))
+
+    def _connect(self) -> Link | None:
+        """Meet the others, make groups and the transport, and take them over if all ranks could."""
+        # On a busy machine no try would be through in a short timeout: each has more time than the one before.
+        seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
+        with ExitStack() as undo:
+            problem = ""
+            if cause := self._meet("go", "", seconds):
+                self._groups.store.compare_set(self._key("hold"), cause)
+            else:
+                try:
+                    made = self._groups.make_again(self._attempt, seconds)
+                    undo.callback(self._groups.give_back, *made)
+                    transport = self._make_transport(made[1], seconds)
+                    undo.callback(transport.close)
+                    self._probe(Phase.CONNECTED, self._attempt)
+                except Exception as error:
+                    problem = one_line(error, with_type=True)
+                if not (cause := self._meet("hold", problem, 3 * seconds)):
+                    undo.pop_all()
+                    self.under_way = False
+                    return transport, self._groups.take_over(made)
+        logger.info("the ranks could not connect: %s", cause)
+        return None
+
+    def _meet(self, word: str, problem: str, seconds: float) -> str:
+        """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
+        store, job = self._groups.store, self._groups.job
+        said = problem and f"rank {job.rank}: {problem}"
+        arrive(store, self._key(word), job.ranks, job.rank, said)
+        return outcome_of(store, self._key(word), job.ranks, seconds)[0]

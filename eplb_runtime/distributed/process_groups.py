@@ -1,6 +1,10 @@
 """The balancer's own process groups, never shared with the host (design rule 7), and made by their ranks alone.
 
-A timeout on gloo closes the connections of the group it happened on, and no other. `reconnect.py` makes control and
+`torch.distributed.new_group` counts the groups of a process to name the next one. A rank that fails in it alone would
+give the host's later groups other names than the other ranks do. torch's functions and profilers know the groups made
+here; the names that torch counts do not.
+
+A timeout on gloo closes the connections of the group it happened on, and no other. `Reconnection` makes control and
 migration again at a step boundary, so that one slow moment does not end balancing for ever.
 """
 
@@ -8,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.errors import one_line
-from . import private_groups
-from .consensus import wait_on_host
+from .consensus import arrive, hang_up, missing_at, wait_on_host
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -34,11 +38,23 @@ _AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins")
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
+_WATCHDOG_MARGIN = timedelta(seconds=60)
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def _of(sets: str, purpose: str) -> cached_property[dist.ProcessGroup]:
     """Return a group of those of a job's sets with this rank."""
     return cached_property(lambda groups: groups._new(getattr(groups.job, sets), purpose))
+
+
+def _of_several(sets: str, purpose: str) -> cached_property[dist.ProcessGroup | None]:
+    """Return the same, or None where this rank is alone in its set."""
+
+    def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
+        all_sets = getattr(groups.job, sets)
+        return None if (groups.job.rank,) in all_sets else groups._new(all_sets, purpose)
+
+    return cached_property(made)
 
 
 class ProcessGroups:
@@ -85,7 +101,6 @@ class ProcessGroups:
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
-        self._is_balancing = True
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: no other rank may have to wait for that.
         self._launcher_store = world.clone()  # type: ignore[attr-defined]
@@ -112,18 +127,17 @@ class ProcessGroups:
         rank's own error."""
         store, rank, own = self.store, dist.get_rank(), not _is_echo(error)
         try:
-            store.compare_set(f"failed/{rank}", "failed")
-            if own:
-                store.compare_set("failed", f"rank {rank} failed at attach: {one_line(error, with_type=True)}")
+            said = f"rank {rank} failed at attach: {one_line(error, with_type=True)}" if own else ""
+            arrive(store, "failed", self._members, rank, said)
             for group in self._made:  # others wait for this rank
                 if group.name() == "gloo":
-                    private_groups.hang_up(group)
-            if own or store.wait("failed", ACCOUNT_SECONDS):
-                return "" if own else store.word_of("failed")
-            lost = [str(other) for other in self._members if not store.word_of(f"failed/{other}")]
+                    hang_up(group)
+            if own or store.wait("failed/problem", ACCOUNT_SECONDS):
+                return "" if own else store.word_of("failed/problem")
+            lost = missing_at(store, "failed", self._members)
         except StoreError:
             return ""
-        return f"rank {', '.join(lost[:8])} was lost at attach: it has died, or does not answer" if lost else ""
+        return f"rank {lost} was lost at attach: it has died, or does not answer" if lost else ""
 
     def settle(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""
@@ -153,8 +167,8 @@ class ProcessGroups:
 
     def hang_up(self) -> None:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
-        private_groups.hang_up(self.control)
-        private_groups.hang_up(self.migration)
+        hang_up(self.control)
+        hang_up(self.migration)
 
     # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
@@ -164,6 +178,10 @@ class ProcessGroups:
     """One EP group: tokens."""
     replicas = _of("row_sets", "replicas")
     """The ranks of ``rows``: weights to replicas, gradients back."""
+    expert_data = _of_several("edp_sets", "expert data")
+    """Ranks that hold the same experts; None: there is one."""
+    twins = _of_several("twin_sets", "twins")
+    """Ranks that have the same part of the homes of an EP rank; None: it is this one."""
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
@@ -171,22 +189,11 @@ class ProcessGroups:
         return self.data if len(self.job.stage_sets) == 1 else self._new([self.job.ranks], "everyone")
 
     @cached_property
-    def expert_data(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same experts; None: there is one."""
-        return self._new(self.job.edp_sets, "expert data") if len(self.job.edp_ranks) > 1 else None
-
-    @cached_property
     def parts(self) -> dist.ProcessGroup | None:
         """Ranks that have the homes of this EP rank together; None: it is this one."""
         if self.twins is None:
             return self.expert_data
         return self._new(self.job.part_sets, "parts") if self.job.row_division > 1 else None
-
-    @cached_property
-    def twins(self) -> dist.ProcessGroup | None:
-        """Ranks that have the same part of them; None: it is this one."""
-        mine = next(ranks for ranks in self.job.twin_sets if self.job.rank in ranks)
-        return self._new(self.job.twin_sets, "twins") if len(mine) > 1 else None
 
     @cached_property
     def counts(self) -> dist.ProcessGroup:
@@ -236,24 +243,14 @@ class ProcessGroups:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
         gloo go with the last who holds a group: the others have let go of theirs."""
         self.give_back(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
-        self.__dict__.pop("background", None)
-        del self.control, self.migration
+        for purpose in _OF_BALANCING:
+            self.__dict__.pop(purpose, None)
         self.store.close()
-        self._is_balancing = False
 
     def close(self) -> None:
         """Give back all of them."""
         self.give_back(*self._made)
-        self.store.close()
-        self._is_balancing = False
-
-    def _end_dropped(self) -> None:
-        if self._is_balancing:
-            logger.warning(
-                "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
-                "until now; call close() on all ranks before you drop a model"
-            )
-        self.close()
+        self.close_balancing()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
 
@@ -270,13 +267,12 @@ class ProcessGroups:
         description = f"eplb_runtime {purpose.rstrip('0123456789 ')}"
         making = timedelta(seconds=self.setup_seconds if seconds is None else seconds)
         calls = host_timeout(backend) if seconds is None else None
-        group = private_groups.make(self._launcher_store, name, ranks, rank, backend, making, description, calls)
+        group = make_group(self._launcher_store, name, ranks, rank, backend, making, description, calls)
         self._made.append(group)
         try:
             token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
             work = dist.all_reduce(token, group=group, async_op=True)
-            assert work is not None
-            wait_on_host([work], group, making.total_seconds(), on_device=backend != "gloo")
+            wait_on_host(work, group, making.total_seconds(), on_device=backend != "gloo")
         except BaseException:
             self.give_back(group)
             raise
@@ -289,7 +285,7 @@ class ProcessGroups:
             try:
                 if group.name() != "gloo":
                     group.abort()  # what is under way would hold the communicator, and the host, for ever
-                private_groups.forget(group)
+                forget_group(group)
             except Exception as error:
                 # After a failure some are broken already; that is not worth an error any more.
                 logger.debug("a process group could not be ended: %s", error)
@@ -303,7 +299,100 @@ def give_back_dropped() -> None:
     """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
     launched: to end a communicator is each rank's own act, and one that another rank uses would fail there."""
     while _dropped:
-        _dropped.pop(0)._end_dropped()
+        groups = _dropped.pop(0)
+        if hasattr(groups, "control"):
+            logger.warning(
+                "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
+                "until now; call close() on all ranks before you drop a model"
+            )
+        groups.close()
+
+
+# -- one group ---------------------------------------------------------------------------------------------------------
+
+
+class _Names(dict[dist.ProcessGroup, Any]):
+    """torch's table of names, which it counts to make the next: ours are found in it, and not counted."""
+
+    def __missing__(self, group: dist.ProcessGroup) -> str:
+        if group not in dist.distributed_c10d._world.pg_map:
+            raise KeyError(group)
+        return group.group_name
+
+
+def make_group(
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    making: timedelta,
+    description: str,
+    calls: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """Make a group of these ranks, each of which calls it with the same new name, in any order with other calls.
+
+    Args:
+        backend: ``gloo`` or ``nccl``.
+        making: most time for making it.
+        calls: most time for a call, after which NCCL's watchdog ends the process. None: as for making, and who waits on
+            it has a deadline of its own, before which NCCL's watchdog does nothing.
+    """
+    place = list(ranks).index(rank)
+    prefixed = dist.PrefixStore(name, store)
+    group = dist.ProcessGroup(prefixed, place, len(ranks))
+    kinds = dist.ProcessGroup.BackendType
+    inner: Any
+    if backend == "gloo":
+        kind, device = kinds.GLOO, torch.device("cpu")
+        inner = dist.ProcessGroupGloo(prefixed, place, len(ranks), timeout=making)
+        inner._set_default_timeout(calls or making)
+    else:
+        kind, device = kinds.NCCL, torch.device("cuda")
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+        options._timeout = calls or making * 4 + _WATCHDOG_MARGIN
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = name  # type: ignore[assignment]
+        with contextlib.nullcontext() if calls else _harmless_watchdog():
+            inner = dist.ProcessGroupNCCL(prefixed, place, len(ranks), options)
+    inner._set_sequence_number_for_group()
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, inner)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    group._set_group_desc(description)
+    # What torch's functions look up in a group.
+    torch._C._distributed_c10d._register_process_group(group.group_name, group)
+    known = dist.distributed_c10d._world
+    names = getattr(known, "pg_names", None)  # torch's own business: without it, lists of groups lack names
+    if names is not None and not isinstance(names, _Names):
+        dist.distributed_c10d._pg_names = _Names(names)
+    known.pg_backend_config[group] = f"{device.type}:{backend}"
+    known.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    known.pg_map[group] = (backend, prefixed)  # last: a profiler on another thread asks for the rest of what is here
+    return group
+
+
+@contextlib.contextmanager
+def _harmless_watchdog() -> Any:
+    """NCCL's watchdog must not end the process, which it reads in the environment alone."""
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLOCKING]
+        if before is not None:
+            os.environ[_BLOCKING] = before
+
+
+def forget_group(group: dist.ProcessGroup) -> None:
+    """Let torch's functions not know it any more; with the last reference its threads and connections go."""
+    known = dist.distributed_c10d._world
+    if known.pg_map.pop(group, None) is not None:
+        torch._C._distributed_c10d._unregister_process_group(group.group_name)
+    known.pg_backend_config.pop(group, None)
+    known.pg_group_ranks.pop(group, None)
 
 
 def _give_time(group: dist.ProcessGroup, seconds: float) -> None:

@@ -7,17 +7,15 @@ from these, in `process_groups.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from .consensus import gather_bytes
+from .consensus import gather_json
 
 Sets = list[tuple[int, ...]]
 """Ranks in sets, each rank in one of them."""
@@ -191,19 +189,8 @@ def job_ranks(ranks: Ranks) -> tuple[int, ...]:
     return job
 
 
-class _Said(NamedTuple):
-    """One rank's word. ``ep`` is empty where it names no EP group: then all ranks with its stages are one."""
-
-    stages: Sequence[int]
-    layers: Sequence[int]
-    ep: Sequence[int]
-    divisor: int
-    divided_rows: int
-    divided_state: bool
-
-
 _EQUAL = {
-    "divisor": "the ranks give different gradient divisors, {}",
+    "gradient_divisor": "the ranks give different gradient divisors, {}",
     "divided_rows": "some ranks say that rows of experts are divided over EDP ranks, and others that they are not",
     "divided_state": "some ranks say that EDP ranks divide the optimizer's state, and others that they do not",
 }
@@ -213,10 +200,11 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     """Return the job, by one small all-gather on ``control``, whose ranks are ``everyone``. Raises GroupError on all
     ranks where they contradict each other."""
     divisor, divided = ranks.gradient_divisor or 0, (ranks.divided_rows, ranks.divided_state)
-    mine = _Said(ranks.stages, list(stage_layers), sorted(ranks.ep or ()), divisor, *divided)
-    words = map(json.loads, gather_bytes(json.dumps(mine).encode(), control))
-    said = {rank: _Said(*word) for rank, word in zip(everyone, words, strict=True)}
-    layers = _layers_of_stage(said)
+    # A rank that names no EP group is in one with all that have its stages.
+    mine = replace(ranks, ep=tuple(sorted(ranks.ep or ())), job=None, gradient_divisor=divisor)
+    words = gather_json([asdict(mine), list(stage_layers)], control)
+    said = {rank: Ranks(**word) for rank, (word, _) in zip(everyone, words, strict=True)}
+    layers = _layers_of_stage(said, [layers for _, layers in words])
     for name, complaint in _EQUAL.items():
         if len(values := {getattr(one, name) for one in said.values()}) > 1:
             raise GroupError(complaint.format(sorted(values)))
@@ -234,17 +222,17 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     return job if divisor else replace(job, gradient_divisor=len(job.data_ranks))
 
 
-def _layers_of_stage(said: dict[int, _Said]) -> tuple[int, ...]:
+def _layers_of_stage(said: dict[int, Ranks], layers_of_ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the MoE layers of each stage of the model."""
     layers: dict[int, int] = {}
     held: dict[int, set[tuple[int, ...]]] = {}
-    for rank, one in said.items():
-        if len(one.stages) != len(one.layers) or sorted(set(one.stages)) != one.stages:
+    for (rank, one), counts in zip(said.items(), layers_of_ranks, strict=True):
+        if len(one.stages) != len(counts) or sorted(set(one.stages)) != list(one.stages):
             raise GroupError(
                 f"rank {rank} does not name one stage for each model that it attaches: give Ranks(stages=...), "
                 "ascending"
             )
-        for stage, count in zip(one.stages, one.layers, strict=True):
+        for stage, count in zip(one.stages, counts, strict=True):
             held.setdefault(stage, set()).add(tuple(one.stages))
             if layers.setdefault(stage, count) != count:
                 raise GroupError(f"stage {stage} has {layers[stage]} MoE layers on one rank and {count} on another")
@@ -256,11 +244,11 @@ def _layers_of_stage(said: dict[int, _Said]) -> tuple[int, ...]:
     return tuple(layers[stage] for stage in range(len(layers)))
 
 
-def _ep_sets(said: dict[int, _Said]) -> tuple[tuple[int, ...], ...]:
+def _ep_sets(said: dict[int, Ranks]) -> tuple[tuple[int, ...], ...]:
     """Return the EP groups of the job, ordered by first rank."""
     members: dict[tuple[Sequence[int], ...], list[int]] = {}
     for rank, one in said.items():
-        members.setdefault((tuple(one.ep), () if one.ep else tuple(one.stages)), []).append(rank)
+        members.setdefault((tuple(one.ep or ()), () if one.ep else tuple(one.stages)), []).append(rank)
     for (ep, _), together in members.items():
         if ep and together != list(ep):
             raise GroupError(

@@ -59,25 +59,21 @@ class ForwardTag:
     def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
         """Raise OutOfStepError on every rank of the group unless all ranks are, or were, in this forward."""
         own = self.value if own is None else own
-        if (tags != own).any():
-            self._check_placements(tags, own)
-            places: dict[int, list[int]] = {}
-            for rank, tag in zip(self._ranks, tags.tolist(), strict=True):
-                places.setdefault(tag, []).append(rank)
-            listed = "; ".join(
-                f"rank {', '.join(map(str, ranks[:8]))} in {_forward(tag)}" for tag, ranks in sorted(places.items())
-            )
-            raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
-
-    def _check_placements(self, tags: NDArray[np.int64], own: int) -> None:
-        """Raises if all are in the same forward, and do not agree on where its experts are."""
-        if ((tags ^ own) & ~_PLACEMENT).any():
+        if not (tags != own).any():
             return
-        others = ", ".join(str(rank) for rank, tag in zip(self._ranks, tags, strict=True) if tag != own)
-        raise OutOfStepError(
-            f"ranks have parted: rank {self._rank} and rank {others} have different placements of MoE layer "
-            f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+        if not ((tags ^ own) & ~_PLACEMENT).any():
+            others = ", ".join(str(rank) for rank, tag in zip(self._ranks, tags, strict=True) if tag != own)
+            raise OutOfStepError(
+                f"ranks have parted: rank {self._rank} and rank {others} have different placements of MoE layer "
+                f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+            )
+        places: dict[int, list[int]] = {}
+        for rank, tag in zip(self._ranks, tags.tolist(), strict=True):
+            places.setdefault(tag, []).append(rank)
+        listed = "; ".join(
+            f"rank {', '.join(map(str, ranks[:8]))} in {_forward(tag)}" for tag, ranks in sorted(places.items())
         )
+        raise OutOfStepError(f"ranks run different forwards at once: {listed}; {_MEND}")
 
 
 def _forward(tag: int) -> str:

@@ -129,6 +129,7 @@ class OverlappedForwardBackward:
 
     def __init__(self, schedule: Any, channels: MicroBatchChannels, balancer: Balancer) -> None:
         self._schedule = schedule
+        self._here = {stage.stage_index: stage for stage in stages_of(schedule)}
         self._channels = channels
         self._balancer = balancer
         self.save_output = True
@@ -177,10 +178,10 @@ class OverlappedForwardBackward:
     def forward(self, action: _Action, context: _PipelineContext) -> None:
         schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
         assert micro_batch is not None and context.arg_mbs is not None and context.kwarg_mbs is not None
-        here = self._here()
-        stage = here[number]
+        here, stage = self._here, self._here[number]
         if not stage.is_first and number - 1 not in here:
-            self.arrived(schedule.fwd_recv_ops.pop((number, micro_batch)))
+            for work in schedule.fwd_recv_ops.pop((number, micro_batch)):
+                work.wait()
         out = stage.forward_one_chunk(
             micro_batch,
             context.arg_mbs[micro_batch],
@@ -194,24 +195,16 @@ class OverlappedForwardBackward:
     def backward(self, action: _Action, context: _PipelineContext) -> None:
         schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
         assert micro_batch is not None
-        here = self._here()
-        stage = here[number]
+        here, stage = self._here, self._here[number]
         if not stage.is_last and number + 1 not in here:
-            self.arrived(schedule.bwd_recv_ops.pop((number, micro_batch)))
+            for work in schedule.bwd_recv_ops.pop((number, micro_batch)):
+                work.wait()
         schedule.backward_counter[number] += 1
         last = schedule.backward_counter[number] == schedule._n_microbatches
         loss = schedule._maybe_get_loss(stage, micro_batch)
         stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
         if number - 1 in here:
             here[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
-
-    def arrived(self, works: Sequence[dist.Work]) -> None:
-        """Wait for what a neighbour in the pipeline sends."""
-        for work in works:
-            work.wait()
-
-    def _here(self) -> dict[int, PipelineStage]:
-        return {stage.stage_index: stage for stage in stages_of(self._schedule)}
 
 
 def _which(action: _Action) -> tuple[int, int]:
@@ -223,27 +216,6 @@ def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> R
     """The stages that a schedule has on this rank, and the EP group of all of them."""
     ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
     return Ranks(ep=ep, stages=tuple(stage.stage_index for stage in stages_of(schedule)))
-
-
-def mirrored_ranks(
-    position: int, positions: int, ep_group: dist.ProcessGroup | None = None, *, pipelines: int
-) -> Ranks:
-    """For DualPipe as DeepSeek has it, where each stage has two copies, on ranks at the same distance from either end:
-    both copies keep the same placement, and gradients of their experts are summed slot by slot. Attach both stages of a
-    rank, the lower number first: ``eplb_runtime.attach([low, high], optimizer, ranks=...)``.
-
-    Args:
-        position: of this rank in its pipeline, from 0.
-        positions: ranks of a pipeline; even.
-        ep_group: ranks of this position among which experts are spread; None: all that hold these stages, the mirrored
-            ones as well.
-        pipelines: that see different batches: by their number gradients are divided, while those of both copies add up.
-    """
-    if positions % 2 or not 0 <= position < positions:
-        raise ValueError(f"position {position} of {positions}: mirrored stages need an even number of ranks")
-    ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
-    mirror = positions - 1 - position
-    return Ranks(ep=ep, stages=(min(position, mirror), max(position, mirror)), gradient_divisor=pipelines)
 
 
 def stages_of(schedule: Schedule) -> list[PipelineStage]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import launcher_environment
-from ..distributed import private_groups
-from ..distributed.consensus import extremes
+from ..distributed.consensus import all_equal
+from ..distributed.process_groups import forget_group, make_group
 from ..distributed.store import name_of_job
 from ..load.series import RecordedJob
 from ..observe.recording import Recorder, Recording
@@ -88,7 +88,9 @@ def record(
         everyone = list(range(dist.get_world_size()))
         wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
         group = _group(everyone)
-        _same_everywhere(torch.tensor([len(found.layers), *sizes, interval]), group)
+        mine = torch.tensor([len(found.layers), *sizes, interval]).numpy().tobytes()
+        if odd := all_equal(mine, "number of layers, number of experts or interval", group):
+            raise AttachError(f"ranks record different models: {odd}")
     recording = Recording(
         whole,
         [layer.hook for layer in found.layers],
@@ -106,7 +108,7 @@ def record(
     recorded.add(whole)
     recording.until_closed(lambda: recorded.discard(whole))
     if group is not None:
-        recording.until_closed(lambda: private_groups.forget(group))
+        recording.until_closed(lambda: forget_group(group))
     if optimizer is not None:
         recording.until_closed(optimizer.register_step_post_hook(lambda *_: recording.step()).remove)
     return recording
@@ -185,13 +187,4 @@ def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
     store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
     name = f"{name_of_job(store, everyone, dist.get_rank())}/record"
     timeout = dist.distributed_c10d.default_pg_timeout
-    return private_groups.make(store, name, everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
-
-
-def _same_everywhere(mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    lowest, highest = extremes(mine, group)
-    if not torch.equal(lowest, highest):
-        raise AttachError(
-            "ranks record different models: layers, experts and interval must be the same on every rank (here "
-            f"{', '.join(map(str, mine.tolist()))})"
-        )
+    return make_group(store, name, everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")

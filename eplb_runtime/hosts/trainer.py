@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..balancer.balancer import Balancer
-from ..balancer.gradients.scaler import GradScaler
+from ..balancer.balancer import Balancer, GradScaler
 from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
-from ..checkpoint.restore import restore_placement
 from ..checkpoint.state import CheckpointError, JointAccess, LogicalView
 from ..config import BalancerConfig
 from ..distributed.consensus import gather_rows
@@ -30,11 +27,9 @@ from . import attach
 from .attaching.description import AttachError
 
 try:
-    from accelerate.utils import recursively_apply
     from transformers import PreTrainedModel, Trainer, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_pt_utils import find_batch_size
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
     from .transformers.adapters import adapted_experts
     from .transformers.describe import follows_experts_interface
@@ -75,7 +70,6 @@ class BalancedTrainerMixin(_TrainerBase):
     """
 
     balancer: Balancer | None = None
-    gather_function: Any
 
     def __init__(
         self, *arguments: Any, balancer_config: BalancerConfig | None = None, ep_group: Any = None, **options: Any
@@ -192,16 +186,16 @@ class BalancedTrainerMixin(_TrainerBase):
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's, with all ranks in step, however many batches each has; predictions, too."""
-        if self.balancer is None:
-            return super().evaluation_loop(dataloader, *arguments, **options)
-        own, in_step = self.gather_function, InStep(dataloader, self.accelerator, self.balancer, self.gather_function)
-        self.gather_function = in_step.gather
-        try:
-            return super().evaluation_loop(in_step, *arguments, **options)
-        except BaseException:
-            self.gather_function = own
-            raise
+        """The Trainer's, where ranks have equally many batches: every forward is a meeting of all."""
+        if self.balancer is not None:
+            here = torch.tensor([len(dataloader) if has_length(dataloader) else 0], device=self.args.device)
+            batches = gather_rows(here, self.balancer.runtime.groups.everyone).flatten().tolist()
+            if len(set(batches)) > 1 or not self.accelerator.even_batches:
+                raise RuntimeError(
+                    f"ranks have {batches} batches to evaluate, and all take part in every forward: give each rank as "
+                    "many, of one size (even_batches=True does)"
+                )
+        return super().evaluation_loop(dataloader, *arguments, **options)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -282,7 +276,7 @@ class BalancedTrainerMixin(_TrainerBase):
             if joint.folder_has(folder / OPTIMIZER_NAME):
                 self._load_plain_optimizer(folder)
             if joint.folder_has(folder / f"{STATE}.json"):
-                restore_placement(view, json.loads((folder / f"{STATE}.json").read_text()), True)
+                view.restore_placement(json.loads((folder / f"{STATE}.json").read_text()))
         if joint.folder_has(folder / SCHEDULER_NAME):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
@@ -358,56 +352,6 @@ class BalancedTrainerMixin(_TrainerBase):
         """Those of them that are adapters, which the library saves alone."""
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         return frozenset() if stage is None else stage.host.adapters
-
-
-class InStep:
-    """Batches of an evaluation's data loader, one for each rank in each round: every forward is a meeting of the ranks.
-    A rank that has no more goes along with its last batch, and what comes of it is dropped. Training needs none of it:
-    Accelerate deals out equally many batches."""
-
-    def __init__(self, loader: Any, accelerator: Any, balancer: Balancer, gather: Any) -> None:
-        self._loader = loader
-        self._accelerator = accelerator
-        self._balancer = balancer
-        self._gather = gather
-        self._rows_R = [0]  # of each rank's batch in this round; -1: it has none
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        own, last, is_first = iter(self._loader), None, True
-        while True:
-            batch = next(own, None)
-            rows = (find_batch_size(batch) or 0) if batch is not None else -1
-            mine = torch.tensor([rows], device=self._balancer.runtime.device)
-            self._rows_R = gather_rows(mine, self._balancer.runtime.groups.everyone).flatten().tolist()
-            if max(self._rows_R) < 0:
-                return
-            if is_first and -1 in self._rows_R:
-                empty = [rank for rank, rows in enumerate(self._rows_R) if rows < 0]
-                raise RuntimeError(
-                    f"rank {', '.join(map(str, empty))} has no batch to evaluate, and takes part in every forward: "
-                    "give each rank one at least (even_batches=True does)"
-                )
-            last, is_first = batch if batch is not None else last, False
-            yield last
-
-    def gather(self, tensors: Any) -> Any:
-        """Return the results of a round on all ranks, in their order, without those that only keep step."""
-        if self._accelerator.even_batches and len(set(self._rows_R)) == 1:
-            return self._gather(tensors)
-        return recursively_apply(self._gather_rows, tensors)
-
-    def _gather_rows(self, tensor: Tensor) -> Tensor:
-        most = max(self._rows_R)
-        mine = tensor[:most]
-        padded = torch.cat([mine, mine.new_zeros(most - mine.shape[0], *mine.shape[1:])])
-        of_ranks = self._accelerator.gather(padded).split(most)
-        return torch.cat([part[: max(0, rows)] for part, rows in zip(of_ranks, self._rows_R, strict=True)])
 
 
 def _is_whole(model: nn.Module) -> bool:

@@ -1,10 +1,11 @@
 """The phases of a migration on one rank: stage, verify, vote, commit.
 
-`prepare` comes first, then for each round `post`, `arrive`, `vote`, `commit` and `finish`. `between_steps.py` runs the
-phases in a row; `overlapped.py` runs several rounds at once while training goes on. Until a round is committed, live
-rows belong to training and are only read. What was posted is valid until the next optimizer step. In ``commit`` live
-rows belong to the engine, at the same place of a step on every rank. Every wait has a deadline. After an agreement
-nothing may fail; if something does, the engine is broken on this rank, and every call says so.
+`prepare` comes first, then for each round `post`, `arrive`, `vote`, `commit` and `finish`. `MigrationEngine.migrate`
+runs the phases in a row, between two steps; `overlapped.py` runs several rounds at once while training goes on. Until a
+round is committed, live rows belong to training and are only read. What was posted is valid until the next optimizer
+step. In ``commit`` live rows belong to the engine, at the same place of a step on every rank. Every wait has a
+deadline. After an agreement nothing may fail; if something does, the engine is broken on this rank, and every call says
+so.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ..distributed.consensus import Agreement, Ballot, InDoubt, State, Verdict
-from ..distributed.points import Phase, Probe, unobserved
+from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, State, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
+from ..events import RebalanceCommitted
 from ..moe.experts.record import RecordFormat
 from ..moe.experts.registry import ExpertTensors
-from ..placement import HomeRows, Placement
+from ..placement import EMPTY, HomeRows, Placement
 from ..utils.spans import phase
-from .exchange import Exchange, RoundExecutor
-from .records import Records, agree_on_records, formats_of
+from .exchange import Exchange, Records, RoundExecutor, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 
 logger = logging.getLogger("eplb_runtime")
@@ -51,14 +52,11 @@ class MigrationBroken(RuntimeError):
 
 @dataclass
 class PreparedMigration:
-    """A migration for which all ranks have the same schedule: what it has committed, and received, so far."""
+    """A migration for which all ranks have the same schedule; ``current`` is the placement after its commits so far."""
 
-    key: str
     schedule: TransferSchedule
     records: Records
     current: Placement
-    committed: int = 0
-    received_bytes: int = 0
 
 
 @dataclass
@@ -76,6 +74,77 @@ class PostedRound:
     take_over: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class MigrationProgress:
+    """Progress of a migration since it was last asked for; the same on every rank but for bytes and seconds.
+
+    Args:
+        placement: the current one, on every rank.
+        verdict: no commit: the rest of the migration is dropped.
+        failed_phase: phase in which it failed; None: it did not.
+        rounds: the committed ones.
+        left_layers: layers that are not where the target has them; one of several rounds may have changed, too.
+        moved_experts: number of experts that changed their rank, over all ranks.
+        received_bytes: of experts, by this rank.
+        record_bytes: of an expert with its state, per layer; 0 for layers that were not to change.
+        pause_seconds: time for which training waited, without work that was queued on the device before.
+        seconds: time that this rank spent in each part of a migration between steps: ``prepare post transfer verify
+            maps vote commit``.
+        only_between_steps: somebody writes or replaces these experts between steps: nothing can overlap with it.
+    """
+
+    placement: Placement
+    verdict: Verdict = field(default_factory=lambda: Verdict(True))
+    failed_phase: Phase | None = None
+    rounds: tuple[Round, ...] = ()
+    left_layers: tuple[int, ...] = ()
+    moved_experts: int = 0
+    received_bytes: int = 0
+    record_bytes: tuple[int, ...] = ()
+    pause_seconds: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    only_between_steps: bool = False
+
+    @property
+    def cause(self) -> str:
+        """Why the rest is dropped; empty: it is not."""
+        return self.verdict.cause
+
+    @property
+    def committed_layers(self) -> tuple[int, ...]:
+        """Layers that changed."""
+        return tuple(sorted({layer for round_ in self.rounds for layer in round_.layers}))
+
+    @property
+    def transfers(self) -> NDArray[np.int64] | None:
+        """int64 ``[M, 4]`` as `schedule.Round`'s, of the committed rounds; None: there are none."""
+        return np.concatenate([round_.transfers for round_ in self.rounds]) if self.rounds else None
+
+    @property
+    def stall_seconds(self) -> float | None:
+        """Part of the pause that does not grow with the bytes; None unless a migration between steps was completed."""
+        if not (self.rounds and self.seconds) or self.failed_phase is not None:
+            return None
+        return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
+
+    def committed(self, step: int, pause_seconds: float, before: Placement) -> RebalanceCommitted:
+        """Return the event that experts have moved, ``pause_seconds`` since the last one."""
+        replicas_LRK = self.placement.replicas_LRK
+        return RebalanceCommitted(
+            step,
+            epoch=self.placement.epoch,
+            digest=self.placement.digest(),
+            moved_experts=self.moved_experts,
+            received_bytes=self.received_bytes,
+            pause_seconds=pause_seconds,
+            phase_seconds=dict(self.seconds),
+            placement=self.placement,
+            transfers=self.transfers,
+            expert_bytes=self.record_bytes,
+            placed_replicas=int(((replicas_LRK != before.replicas_LRK) & (replicas_LRK != EMPTY)).sum()),
+        )
+
+
 class MigrationEngine:
     """Carries out the phases of migrations on one rank; all ranks of the job call it at the same step.
 
@@ -91,6 +160,7 @@ class MigrationEngine:
 
     Attributes:
         executor: has the transport and the staging memory.
+        device: of the experts.
         broken: reason for which this rank cannot go on; empty: it can.
         bytes_per_step: bytes that a rank may receive during one overlapped step; at most ``staging_bytes``.
     """
@@ -110,9 +180,11 @@ class MigrationEngine:
         self._home_rows = home_rows
         self._budget = self.bytes_per_step = staging_bytes
         self._timeout = timeout_seconds
-        self._device = next((parameter.device for parameter in registry.parameters()), transport.device)
-        nbytes = min(staging_bytes, _largest_layer_bytes(registry))
-        self.executor = RoundExecutor(transport, home_rows, row_rank, self._device, nbytes)
+        self.device = next((parameter.device for parameter in registry.parameters()), transport.device)
+        by_layer = [sum(p.nbytes for p in registry.parameters(layer)) for layer in registry.layers]
+        # At first for one layer's homes here, and two more tensors of their size (Adam's).
+        nbytes = min(staging_bytes, 3 * max(by_layer, default=0))
+        self.executor = RoundExecutor(transport, home_rows, row_rank, self.device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
         self._epoch = 0
         self.broken = ""
@@ -145,28 +217,62 @@ class MigrationEngine:
         if self.broken:
             raise MigrationBroken(self.broken)
 
-    def begin_timing(self, epoch: int) -> None:
-        """Restart ``seconds`` for a migration that begins at this epoch."""
-        self._epoch = epoch
+    def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> MigrationProgress:
+        """Take the experts from ``current`` to ``target``, round by round, while training waits. Returns how far they
+        came. Collective, between two steps; MigrationBroken: this rank failed after an agreement.
+
+        Args:
+            key: names this migration's decisions.
+            get_ready: called for each round before its vote.
+        """
+        self.wait_for_device()  # work that is queued already is no part of the pause
+        started, self._epoch = time.perf_counter(), current.epoch
         self._seconds.clear()
+        migration, verdict = self.prepare(current, target)
+        failed = Phase.PREPARED if migration is None else Phase.STAGED
+        placement, done = current, list[PostedRound]()
+        for round_ in () if migration is None else migration.schedule.rounds:
+            assert migration is not None
+            self.executor.restart()
+            posted = self.post(migration, round_)
+            self.arrive(posted, get_ready)
+            ballot = Ballot(f"{key}/{round_.number}")
+            with self.all_or_nothing(ballot):
+                verdict = self.vote(posted, ballot)
+                if not verdict.commit:
+                    break
+                for layer in round_.layers:
+                    self.commit(posted, layer)
+                self.finish(posted)
+                assert posted.after is not None
+                placement = migration.current = posted.after
+                done.append(posted)
+        self.wait_for_device()
+        return replace(
+            self.progress(placement, migration, done),
+            verdict=verdict,
+            failed_phase=None if verdict.commit else failed,
+            left_layers=tuple(layers_that_differ(placement, target)),
+            pause_seconds=time.perf_counter() - started,
+            seconds=dict(self._seconds),
+        )
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds in each part since `begin_timing`."""
-        return dict(self._seconds)
-
-    def moved_experts(self, rounds: Sequence[Round]) -> int:
-        """Number of experts that change their rank in these rounds."""
-        return sum(round_.moved(self._home_rows) for round_ in rounds)
+    def progress(
+        self, placement: Placement, migration: PreparedMigration | None, done: Sequence[PostedRound]
+    ) -> MigrationProgress:
+        """Return the progress that committed rounds make, after which experts are where ``placement`` says."""
+        return MigrationProgress(
+            placement,
+            rounds=tuple(posted.round_ for posted in done),
+            moved_experts=sum(posted.round_.moved(self._home_rows) for posted in done),
+            received_bytes=sum(posted.exchange.received_bytes for posted in done),
+            record_bytes=() if migration is None else migration.records.nbytes,
+        )
 
     # -- the phases, in order ------------------------------------------------------------------------------------
 
-    def formats(self, layers: Sequence[int]) -> Formats:
-        """Formats of the records of these layers now. Nothing may train meanwhile."""
-        return formats_of(self._registry, layers)
-
     def prepare(
-        self, current: Placement, target: Placement, key: str, formats: Formats | None = None
+        self, current: Placement, target: Placement, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
         """Agree on rounds with all ranks, and reserve their memory, so that a rank fails before any waits for its
         bytes. With ``formats``, for overlap, each round has one layer. Returns None and the verdict if there is no
@@ -174,7 +280,7 @@ class MigrationEngine:
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
             layers, overlapped = layers_that_differ(current, target), formats is not None
-            found = formats if formats is not None else self.formats(layers)
+            found = formats if formats is not None else formats_of(self._registry, layers)
             num_layers, device = self._registry.num_layers, self.executor.device
             records, verdict = agree_on_records(num_layers, found, self._agreement, device)
             if records is None:
@@ -194,7 +300,7 @@ class MigrationEngine:
             verdict = self._agreement.check_equal(digest, "transfer schedule", problem)
         if schedule is None or not verdict.commit:
             return None, verdict
-        return PreparedMigration(key, schedule, records, current), verdict
+        return PreparedMigration(schedule, records, current), verdict
 
     def in_flight_bytes(self, schedule: TransferSchedule) -> int:
         """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
@@ -249,7 +355,7 @@ class MigrationEngine:
         """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread; ``votes``:
         another thread of this rank takes part in the vote."""
         with self._broken_by_doubt():
-            return self._agreement.refuse(ballot, verdict) if votes else self._agreement.stay_away(ballot, verdict)
+            return self._agreement.refuse(ballot, verdict, votes=votes)
 
     def commit(self, posted: PostedRound, layer: int) -> None:
         """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed."""
@@ -262,13 +368,10 @@ class MigrationEngine:
 
     def finish(self, posted: PostedRound) -> None:
         """Make everything else follow the placement after a round; all its layers are committed."""
-        migration = posted.migration
         with self.unfailing():
             with self._timed("maps"):
                 posted.take_over()
             torch.clear_autocast_cache()  # inside of a block, casts of what was in these rows
-            migration.committed += 1
-            migration.received_bytes += posted.exchange.received_bytes
             self.probe(Phase.COMMITTED, posted.round_)
 
     @contextlib.contextmanager
@@ -346,12 +449,12 @@ class MigrationEngine:
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Select the device: a thread of its own would use GPU 0."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def wait_for_device(self) -> None:
         """Wait until the device has done all queued work."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 @contextlib.contextmanager
@@ -369,10 +472,3 @@ def layers_that_differ(current: Placement, target: Placement) -> list[int]:
     """Layers in which some slot has different experts."""
     layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
     return layers
-
-
-def _largest_layer_bytes(registry: ExpertTensors) -> int:
-    """Bytes of the parameters of one layer's homes on this rank, three times: room for two more tensors of their size
-    (Adam's)."""
-    sizes = [sum(p.numel() * p.element_size() for p in registry.parameters(layer)) for layer in registry.layers]
-    return 3 * max(sizes, default=0)

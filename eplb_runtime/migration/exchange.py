@@ -1,10 +1,14 @@
-"""One rank's part in a round: sending and staging experts, comparing checksums, copying at the commit.
+"""The bytes of a migration: ranks agree on records, then each sends and stages experts, compares checksums, and copies
+them at the commit.
 
-Until the commit staged memory belongs to this file, and live rows are only read.
+A record is what moves with an expert of a layer. With pipelines a rank holds some of the layers, yet all ranks compute
+the same rounds, so they exchange a few words a layer. Until the commit staged memory belongs to this file, and live
+rows are only read.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +20,126 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..distributed.consensus import Agreement, Verdict, has_another
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
-from ..moe.experts.record import End, Record, RecordFormat
+from ..moe.experts.record import End, Record, RecordFormat, Shard
+from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
-from .records import Records, packed_bytes, segments_of
+from ..utils.errors import one_line
 from .schedule import Ints, Round, Transfer, TransferSchedule
+
+DIRECT_BYTES = 1 << 20
+"""Rows of this many bytes or more are sent from their place; smaller ones are packed (measured on gloo: packing loses
+from 1 MiB on)."""
+
+
+class Segment(NamedTuple):
+    """One message of a record: a shard that is sent from its place, or neighbours that are packed."""
+
+    shards: Sequence[Shard]
+    first: int
+    end: int
+    direct: bool
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a job: formats of layers that change and are here, bytes per layer, and which layers the same
+    ranks hold."""
+
+    formats: Mapping[int, RecordFormat]
+    nbytes: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int, RecordFormat], str]:
+    """Return formats of the records of those layers that are here, and why there are none. It reads the optimizers'
+    state, so nothing may train meanwhile."""
+    try:
+        held = set(registry.layers)
+        tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
+        for layer, of_layer in tensors.items():
+            if problem := registry.why_freed(layer):
+                raise RegistryError(f"layer {layer}: {problem}")
+            for tensor in of_layer:  # a commit may not fail
+                written = (*tensor.memory, *(copied for copies in tensor.copies for copied in copies))
+                problem = next(filter(None, map(why_not_written, written)), "")
+                if not problem and tensor.ranges and not all(part.is_contiguous() for part in tensor.memory):
+                    problem = "its ranges are not contiguous, so they cannot be sent by themselves"
+                if problem:
+                    raise RegistryError(f"layer {layer}: {tensor.name}: {problem}")
+        if problem := registry.why_state_lacks(tensors):
+            raise RegistryError(problem)
+        formats = {layer: RecordFormat(tuple(of_layer)) for layer, of_layer in tensors.items()}
+        for record_format in formats.values():
+            record_format.state_digest()  # raises for what cannot be exchanged
+        return formats, ""
+    except Exception as error:
+        return {}, f"{type(error).__name__}: {error}"
+
+
+def agree_on_records(
+    num_layers: int, found: tuple[Mapping[int, RecordFormat], str], agreement: Agreement, device: torch.device
+) -> tuple[Records | None, Verdict]:
+    """Agree on the records of the layers that are to change; None if there are none. Collective; never raises."""
+    formats, problem = found
+    # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
+    mine_L5 = np.zeros((num_layers, 5), dtype=np.int64)
+    for layer, record_format in formats.items():
+        digests = _digest(record_format, device) + (record_format.state_digest() or bytes(16))
+        mine_L5[layer] = [*np.frombuffer(digests, dtype=np.int64), record_format.nbytes]
+    try:
+        words, cause = agreement.gather_words(mine_L5.tobytes(), problem)
+    except RuntimeError as error:
+        return None, Verdict(False, f"the ranks could not compare their records: {one_line(error)}", True)
+    ranks = list(words)
+    said_RL5 = np.frombuffer(b"".join(words.values()), dtype=np.int64).reshape(len(ranks), num_layers, 5)
+    for what, said_RL2 in (("record", said_RL5[..., :2]), ("optimizer state", said_RL5[..., 2:4])):
+        has_RL = said_RL2.any(axis=2)
+        first_L = has_RL.argmax(axis=0)
+        differs_RL = has_RL & (said_RL2 != said_RL2[first_L, range(num_layers)]).any(axis=2)
+        if not cause and differs_RL.any():
+            layer = int(differs_RL.any(axis=0).argmax())
+            odd = [ranks[index] for index in differs_RL[:, layer].nonzero()[0]]
+            cause = has_another(odd, f"{what} of layer {layer}", ranks[first_L[layer]])
+    if cause:
+        return None, Verdict(False, cause)
+    nbytes_RL = said_RL5[..., 4]
+    nbytes, holders = nbytes_RL.max(axis=0).tolist(), nbytes_RL.argmax(axis=0).tolist()
+    return Records(formats, tuple(nbytes), tuple(holders)), Verdict(True)
+
+
+def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
+    """16 bytes, equal on two ranks when their records look the same and travel in the same messages."""
+    ends = [] if record_format.is_divided else [run.end for run in segments_of(record_format.row(0), device)]
+    return hashlib.blake2b(record_format.digest() + str(ends).encode(), digest_size=16).digest()
+
+
+def segments_of(record: Record, device: torch.device) -> list[Segment]:
+    """Messages of a record, in the order of its bytes."""
+    found: list[tuple[bool, list[Shard]]] = []
+    for shard in record.shards:
+        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard.tensor, device)
+        if direct or not found or found[-1][0]:
+            found.append((direct, []))
+        found[-1][1].append(shard)
+    ends = [*(shards[0].offset for _, shards in found[1:]), record.nbytes]
+    return [
+        Segment(shards, shards[0].offset, shards[0].end if direct else end, direct)
+        for (direct, shards), end in zip(found, ends, strict=True)
+    ]
+
+
+def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
+    """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
+    rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
+    return all(row.device == device and row.is_contiguous() for row in rows)
+
+
+def packed_bytes(runs: Sequence[Segment]) -> int:
+    """Bytes of a record that are copied before they are sent."""
+    return sum(run.end - run.first for run in runs if not run.direct)
 
 
 class Shipment(NamedTuple):
@@ -62,7 +180,7 @@ class Exchange:
         within: transfers between slots of this rank.
         copied: pieces that stay on this rank, read before anything is written.
         pending: all messages in flight.
-        incoming: the received ones of them.
+        incoming: experts among them.
         arrived_checksums: of experts that have arrived, in the order of ``staged``.
         sent_checksums: checksums that each rank computed before it sent its experts.
     """
@@ -126,6 +244,7 @@ class RoundExecutor:
         self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
         self._departures = Arena(lambda size: self._transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
+        self._arenas = self._arrivals, self._departures, self._spare
         self._freed_bytes = [0, 0, 0]
 
     @property
@@ -165,10 +284,6 @@ class RoundExecutor:
     def memory(self) -> list[Tensor]:
         """Memory of experts in flight."""
         return [arena.memory for arena in self._arenas]
-
-    @property
-    def _arenas(self) -> tuple[Arena, ...]:
-        return self._arrivals, self._departures, self._spare
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
@@ -210,19 +325,16 @@ class RoundExecutor:
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
         """Begin to exchange the experts of a round."""
         own = list(self._own(round_, records))
-        receives = self._expect(own, records, exchange)
+        receives, checksums = self._expect(own, records, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)
-        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
+        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it, which are computed
+        # while experts travel.
         for shipment in own:
             if shipment.leaves is not None and shipment.arrives is None:
                 departing[shipment.destination].append(self._departing(shipment.destination, shipment.leaves))
         sends = [message for experts in departing.values() for expert in experts for message in expert]
-        if self._transport.one_by_one:
-            exchange.incoming = self._add(exchange, [], receives)
-            self._add(exchange, sends, [])
-            self._add(exchange, self._checksums(departing), [])  # computed while experts travel
-        else:
-            exchange.incoming = self._add(exchange, [*sends, *self._checksums(departing)], receives)
+        exchange.incoming = self._add(exchange, sends, receives)
+        self._add(exchange, self._checksums(departing), checksums)
 
     def arrived(self, exchange: Exchange) -> list[Staged]:
         """Records that have arrived and are not hashed yet, in order."""
@@ -257,8 +369,8 @@ class RoundExecutor:
             for t in exchange.within
             if t.layer == layer
         ]
-        for chain in chains_of(within):
-            self._move_within(record_format, chain)
+        for moves in chains_of(within):
+            self._move_within(record_format, moves)
         for s in (*exchange.staged, *exchange.copied):
             if s.transfer.layer == layer:
                 s.target.unpack(s.record)
@@ -292,8 +404,11 @@ class RoundExecutor:
             if any(record is not None and record.shards for record in (leaves, arrives)):
                 yield Shipment(transfer, source, destination, leaves, arrives)
 
-    def _expect(self, own: Sequence[Shipment], records: Records, exchange: Exchange) -> list[Message]:
-        """Messages of the experts that arrive here. Notes the moves within the rank, and reads pieces of them."""
+    def _expect(
+        self, own: Sequence[Shipment], records: Records, exchange: Exchange
+    ) -> tuple[list[Message], list[Message]]:
+        """Return messages of the experts that arrive here, and of their checksums. Notes the moves within the rank, and
+        reads pieces of them."""
         receives: list[Message] = []
         for transfer, source, _, leaves, target in own:
             if target is None:
@@ -310,10 +425,8 @@ class RoundExecutor:
             receives += [Message(source, part) for part in messages]
             exchange.staged.append(Staged(transfer, source, record, target, messages, len(receives) - 1))
         for peer, experts in Counter(s.source for s in exchange.staged).items():
-            sums = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
-            exchange.sent_checksums[peer] = sums
-            receives.append(Message(peer, sums))
-        return receives
+            exchange.sent_checksums[peer] = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
+        return receives, [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()]
 
     def _departing(self, peer: int, record: Record) -> list[Message]:
         """Messages of one expert that leaves."""

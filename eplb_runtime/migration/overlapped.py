@@ -1,7 +1,8 @@
 """Overlaps a migration with training: experts travel during a step, and each layer is committed before its forward.
 
-At the end of a step rounds of single layers are posted, as many as will arrive in time (`migration.pacing`), and a
-thread transfers them while the next step computes. Nothing should write these experts between an optimizer's step and
+At the end of a step rounds of single layers are posted, and a thread transfers them while the next step computes: as
+many bytes as were in time before and some more, half of them after some were late. Layers whose forwards come last go
+first; what was late by itself is waited for. Nothing should write these experts between an optimizer's step and
 the next forward; a write is noticed before the ranks vote. A layer is committed where its forward begins, before any
 token is routed, if all ranks have voted for it by then. A rank that can wait no longer writes "late" into the
 decision's record, whose first word holds for all ranks. So no rank goes by its own view alone, and the layer is sent
@@ -17,53 +18,39 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.consensus import Agreement, Ballot, Verdict
-from ..distributed.points import Phase
+from ..config import BalancerConfig
+from ..distributed.consensus import Ballot, Phase, Verdict
+from ..distributed.control_channel import A_LITTLE_SECONDS, ControlChannel
 from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
 from ..replicas.sync import Maps
 from ..utils.errors import one_line
-from ..utils.worker import Worker
-from .engine import Formats, MigrationEngine, PostedRound, PreparedMigration, layers_that_differ
-from .pacing import Pace, StartTimes, next_batch
-from .progress import MigrationProgress
+from .engine import Formats, MigrationEngine, MigrationProgress, PostedRound, PreparedMigration, layers_that_differ
+from .exchange import formats_of
 from .schedule import Round
 
 logger = logging.getLogger("eplb_runtime")
 
-LATE, WRITTEN, REPLACED = "late", "written", "replaced"
-"""Kinds of verdicts. LATE: the round is sent again. WRITTEN: somebody writes its experts between steps. REPLACED: its
-tensors are not those with which the migration began."""
-_REPLACED_TIMES = 2
-"""Migrations in a row that found replaced tensors: once is a state that was loaded, twice is an optimizer that makes
-its state in each step."""
+LATE, WRITTEN = "late", "written"
+"""Kinds of verdicts. LATE: the round is sent again. WRITTEN: somebody writes or replaces its experts between steps."""
 _SAMPLE_ELEMENTS = 64
-_A_LITTLE_SECONDS = 1.0
-_PATIENCE_SECONDS = 2e-3
-"""A layer's forward waits this long, plus 10 % of the transfer time, before its experts count as late."""
+_PATIENCE_SECONDS = 3e-3
+"""A layer's forward waits this long before its experts count as late."""
 _TRIES = 5
-"""A layer that is late this often stays where it is."""
+"""A layer that is late by itself this often stays where it is."""
 _AHEAD = 2
 """Rounds that are posted before an earlier one has arrived."""
-_UNMEASURED_FACTOR = 4
-"""Assumed transfer time as a multiple of the link's, until it is measured: experts are also hashed, packed and
-unpacked, and the step uses the processor too."""
-_MARGIN = 1.5
-"""Safety factor of transfer times: a late round is sent twice, and one that is not sent goes with the next step."""
-_WEIGHT = 0.3
-"""Weight of a new measurement of the transfer time."""
 
 
 @dataclass(eq=False)
@@ -74,7 +61,6 @@ class InFlightRound:
         ballot: this rank's part in the decision; the thread that transfers the round votes.
         here: whether this rank holds the layer.
         patience: seconds that the layer's forward waits for the round.
-        problem: reason for which this rank votes against it; empty: there is none.
         posted: the engine's part, once it is sent.
         verdict: of all ranks, once training has asked.
         committed: whether this rank has committed it, if the layer is here.
@@ -85,7 +71,6 @@ class InFlightRound:
     ballot: Ballot
     here: bool
     patience: float
-    problem: str
     posted: PostedRound | None = None
     verdict: Verdict | None = None
     committed: bool = False
@@ -105,50 +90,30 @@ class Overlapped:
 
     Args:
         engine: of this rank; this driver is its only user during a migration.
-        agreement: of the ranks on their current connections.
-        worker: transfers the experts; all else that uses the control group takes its turn on it.
+        control: its thread transfers experts, and all else that uses the control group takes its turn there.
         registry: the tensors that move.
         maps: everything that follows the placement.
-        timeout_seconds: for the transfers of one step, and for each decision.
-        link_seconds_per_byte: of the links, used until a migration has shown how fast experts travel.
-        max_pause_seconds: longest wait of a step for late experts; None: as long as it pays.
 
     Attributes:
         in_flight: whether a migration was begun and has not ended.
-        agreement: as above; replaced when ranks have connected again.
         late_rounds, late_bytes: late rounds so far over all ranks, and the bytes of them that this rank received.
     """
 
     def __init__(
         self,
         engine: MigrationEngine,
-        agreement: Agreement,
-        worker: Worker,
-        *,
+        control: ControlChannel,
         registry: ExpertTensors,
         maps: Maps,
-        timeout_seconds: float,
-        link_seconds_per_byte: float,
-        max_pause_seconds: float | None,
+        config: BalancerConfig,
     ) -> None:
-        self.agreement = agreement
-        self.in_flight = False
         self.late_rounds = self.late_bytes = 0
-        self._engine = engine
-        self._worker = worker
-        self._registry = registry
-        self._held = frozenset(registry.layers)
-        self._maps = maps
-        self._timeout = timeout_seconds
-        self._link_seconds_per_byte = link_seconds_per_byte
-        self._max_pause = max_pause_seconds
-        self._device = next((parameter.device for parameter in registry.parameters()), torch.device("cpu"))
+        self._engine, self._control = engine, control
+        self._registry, self._maps = registry, maps
+        self._timeout = config.timeout_seconds
+        self._max_pause = config.migration.max_pause_seconds
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
-        self._boundary = time.perf_counter()
-        self._started: set[int] = set()
-        self._starts = StartTimes(registry.num_layers)
-        self._seconds_per_byte = 0.0
-        self._times_replaced = 0
+        self._budget = engine.bytes_per_step // 4
         self._stream: Any = None
         self._forget()
 
@@ -157,7 +122,7 @@ class Overlapped:
         self.in_flight = False
         self._migration: PreparedMigration | None = None
         # It would keep optimizer state alive that the job has replaced since.
-        self._prepared: Future[tuple[PreparedMigration | None, Pace | None, Verdict]] | None = None
+        self._prepared: Future[tuple[PreparedMigration | None, Verdict]] | None = None
         self._transferring: Future[None] | None = None
         self._open: dict[int, list[Round]] = {}
         self._late: dict[int, int] = {}
@@ -173,78 +138,76 @@ class Overlapped:
         """Prepare a migration while training goes on; at the end of a step, on every rank. ``key`` names its
         decisions."""
         self._forget()
-        self._is_new = self.in_flight = True
+        self.in_flight = True
         self._key, self._current, self._target = key, current, target
-        formats = self._engine.formats(layers_that_differ(current, target))
-        pace = self._pace_so_far().encode()
-        self._prepared = self._worker.submit(lambda: self._prepare(current, target, formats, pace))
+        formats = formats_of(self._registry, layers_that_differ(current, target))
+        self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank."""
-        if self._is_new:  # its preparation overlaps with the next step
-            self._is_new = False
-            return MigrationProgress(self._current)
-        pause, began = self._pause, time.perf_counter()
+        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank, at
+        the end of each step after the one of `begin`: the preparation overlaps with the first."""
+        with self._training_waits():
+            self.withdraw()
+            progress = self._close_rounds() if self._flights else self._open_rounds()
+            has_ended = not progress.verdict.commit or not self._open
+            if not has_ended and not hold_back:
+                self._post_next()
+        return self._report(progress, has_ended)
+
+    def drain(self) -> MigrationProgress:
+        """Drop the rest on every rank, and return what was committed since the last call. The thread is done with it
+        then."""
         self.withdraw()
-        progress = self._close_rounds() if self._flights else self._open_rounds()
-        has_ended = not progress.verdict.commit or not self._open
-        if not has_ended and not hold_back:
-            self._post_next()
-        pause, self._pause = pause + time.perf_counter() - began, 0.0
+        return self._report(self._committed(), True)
+
+    def _report(self, progress: MigrationProgress, has_ended: bool) -> MigrationProgress:
+        pause, self._pause = self._pause, 0.0
         if has_ended:
-            self._finish()
+            self.leave()
+            on_the_thread: Future[Any] | None = self._transferring or self._prepared
+            if on_the_thread is not None:
+                wait([on_the_thread], self._timeout + A_LITTLE_SECONDS)
+            self._forget()
         return replace(progress, pause_seconds=pause)
 
-    def step_begins(self) -> None:
-        """Start the clock of a step."""
-        self._started.clear()
-        self._boundary = time.perf_counter()
+    def leave(self) -> None:
+        """Stop the thread's wait for training."""
+        self._gate.set()
 
     def forward_begins(self) -> None:
         """Let ranks vote, since a forward of the model begins: nothing writes experts from here on."""
         if self._flights and not self._gate.is_set():
-            with self._lock, self._paused():
+            with self._training_waits():
                 self._open_gate()
+
+    def before_layer(self, layer: int) -> None:
+        """Commit the rounds of a layer that have arrived, since its forward begins. On every rank that holds the
+        layer."""
+        if self._flights:
+            with self._training_waits():  # two batches may run at once
+                self._open_gate()
+                self._resolve_here("its experts were not there when its forward began", (layer,), waits=True)
 
     def forward_ends(self, layers: Collection[int]) -> None:
         """Count as late what is not committed when a forward has ended, or failed: from here on anybody may write
         experts. On every rank that holds these layers."""
         if self._flights and self._gate.is_set():
-            with self._lock, self._paused():
-                for flight in self._flights:
-                    if flight.here and flight.layer in layers:
-                        self._resolve(flight, 0.0, LATE, "a forward ended without it")
-
-    def before_layer(self, layer: int) -> None:
-        """Commit the rounds of a layer that have arrived, since its forward begins. On every rank that holds the
-        layer."""
-        if layer not in self._started:
-            self._started.add(layer)
-            self._starts.observe(layer, time.perf_counter() - self._boundary)
-        if self._flights:
-            with self._lock, self._paused():  # two batches may run at once
-                self._open_gate()
-                for flight in self._flights:
-                    if flight.here and flight.layer == layer:
-                        self._engine.probe(Phase.AWAITED, layer)
-                        patience = self._timeout + _A_LITTLE_SECONDS if flight.patience < 0 else flight.patience
-                        self._resolve(flight, patience, LATE, "its experts were not there when its forward began")
+            with self._training_waits():
+                self._resolve_here("a forward ended without it", layers)
 
     def withdraw(self) -> None:
         """Commit nothing more in this step: experts are about to be written, or to stay. On every rank, at the same
         place."""
         if self._flights:
-            with self._lock, self._paused():
-                for flight in self._flights:
-                    if flight.here:
-                        self._resolve(flight, 0.0, LATE, "no forward of it came before the end of the step")
+            with self._training_waits():
+                self._resolve_here("no forward of it came before the end of the step")
                 self._gate.set()
 
     def current_placement(self) -> Placement:
         """The placement with all commits so far, each round an epoch. On every rank, at the same place."""
         for flight in self._flights:
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
-                patience = self._timeout + _A_LITTLE_SECONDS
+                patience = self._timeout + A_LITTLE_SECONDS
                 self._resolve(flight, patience, "", "a rank waited for the others, and they did not come in time")
             if flight.verdict is not None and flight.verdict.commit and not flight.followed:
                 self._resolve(flight, 0.0, LATE, "")  # if a forward broke off just there
@@ -255,27 +218,15 @@ class Overlapped:
                 migration.current = self._current = migration.schedule.after(self._current, flight.round_)
         return self._current
 
-    def drain(self) -> MigrationProgress:
-        """Drop the rest on every rank, and return what was committed since the last call. The thread is done with it
-        then."""
-        self.withdraw()
-        current = self.current_placement()
-        committed = [flight for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
-        progress = self._committed(current, committed)
-        pause, self._pause = self._pause, 0.0
-        self._finish()
-        return replace(progress, pause_seconds=pause)
-
-    def _finish(self) -> None:
-        self.leave()
-        on_the_thread: Future[Any] | None = self._transferring or self._prepared
-        if on_the_thread is not None:
-            wait([on_the_thread], self._timeout + _A_LITTLE_SECONDS)
-        self._forget()
-
-    def leave(self) -> None:
-        """Stop the thread's wait for training."""
-        self._gate.set()
+    @contextmanager
+    def _training_waits(self) -> Iterator[None]:
+        """Enclose what one thread does at a time while training waits; the time is counted, once."""
+        with self._lock:
+            began, before = time.perf_counter(), self._pause
+            try:
+                yield
+            finally:
+                self._pause = before + time.perf_counter() - began
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -285,12 +236,10 @@ class Overlapped:
         if self._gate.is_set():
             return
         name = self._written()
+        written = name and f"{name} was written between the optimizer's step and the forward"
         for flight in self._flights:
-            if name and flight.here:
-                cause = f"{name} was written between the optimizer's step and the forward"
-                self._refuse(flight, Verdict(False, cause, kind=WRITTEN))
-            elif flight.here and (problem := self._changed([flight.layer])):
-                self._refuse(flight, Verdict(False, problem, kind=REPLACED))
+            if flight.here and (problem := written or self._changed([flight.layer])):
+                self._refuse(flight, Verdict(False, problem, kind=WRITTEN))
         self._gate.set()
 
     def _written(self) -> str:
@@ -299,6 +248,28 @@ class Overlapped:
             if tensor._version != version or (sample is not None and not torch.equal(sampled(tensor), sample)):
                 return name
         return ""
+
+    def _changed(self, layers: Sequence[int]) -> str:
+        """Reason for which the records of these layers are not those that the ranks agreed on; empty: they are."""
+        assert self._migration is not None
+        now, problem = formats_of(self._registry, layers)
+        for layer, found in now.items():
+            agreed = self._migration.records.formats[layer]
+            places = [
+                [(one.name, [t.data_ptr() for t in one.memory], one.row_bytes) for one in record.tensors]
+                for record in (found, agreed)
+            ]
+            if places[0] != places[1]:
+                problem = problem or f"what moves with the experts of layer {layer} has changed meanwhile"
+        return problem
+
+    def _resolve_here(self, cause: str, layers: Collection[int] | None = None, *, waits: bool = False) -> None:
+        """`_resolve` the rounds of these layers, or of all, that are here; those without an outcome are late."""
+        for flight in self._flights:
+            if flight.here and (layers is None or flight.layer in layers):
+                if waits:
+                    self._engine.probe(Phase.AWAITED, flight.layer)
+                self._resolve(flight, flight.patience if waits else 0.0, LATE, cause)
 
     def _resolve(self, flight: InFlightRound, patience: float, kind: str, cause: str) -> None:
         """Get the verdict of all ranks on a round, and act on it. Without one in time, this rank refuses the round if
@@ -334,18 +305,17 @@ class Overlapped:
         if self._migration is not None:
             return MigrationProgress(self._current)
         assert self._prepared is not None
-        if wait([self._prepared], self._timeout + _A_LITTLE_SECONDS).done:
-            migration, pace, verdict = self._prepared.result()
+        if wait([self._prepared], self._timeout + A_LITTLE_SECONDS).done:
+            migration, verdict = self._prepared.result()
         else:
             lost = Verdict(False, "a rank waited for the others to prepare it, and they did not in time", True)
-            migration, pace, verdict = None, None, self.agreement.record(f"{self._key}/prepared", lost)
-        if migration is None or pace is None:
+            migration, verdict = None, self._control.agreement.record(f"{self._key}/prepared", lost)
+        if migration is None:
             if verdict.commit:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
             left = tuple(layers_that_differ(self._current, self._target))
             return MigrationProgress(self._current, verdict, Phase.STAGED, left_layers=left)
-        self._migration, self._pace = migration, pace
-        self._nbytes = dict(enumerate(migration.schedule.load.max(axis=1, initial=0).tolist()))
+        self._migration, self._nbytes = migration, migration.schedule.load.max(axis=1, initial=0).tolist()
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
         return MigrationProgress(self._current)
@@ -354,135 +324,97 @@ class Overlapped:
         """Post the rounds that overlap with the next step."""
         migration = self._migration
         assert migration is not None
-        in_flight_bytes = self._engine.in_flight_bytes(migration.schedule)
-        batch = next_batch(self._open, self._nbytes, self._late, self._pace, in_flight_bytes)
+        most = min(self._budget, self._engine.in_flight_bytes(migration.schedule))
+        rounds, waits = next_rounds(self._open, self._nbytes, self._late, most)
+        patience = self._max_pause
+        if patience is None:
+            patience = self._timeout + A_LITTLE_SECONDS if waits else _PATIENCE_SECONDS
         self._batches += 1
-        problem = self._changed([round_.layers[0] for round_ in batch.rounds])
-        self._flights = []
-        for round_ in batch.rounds:
-            ballot, here = Ballot(f"{self._key}/{self._batches}/{round_.number}"), round_.layers[0] in self._held
-            patience = self._patience(round_, batch.waited_for)
-            self._flights.append(InFlightRound(round_, ballot, here, patience, problem))
-        flights = self._flights
+        gate, held, flights = threading.Event(), set(self._registry.layers), list[InFlightRound]()
+        for round_ in rounds:
+            ballot = Ballot(f"{self._key}/{self._batches}/{round_.number}")
+            flights.append(InFlightRound(round_, ballot, round_.layers[0] in held, patience))
+        self._gate, self._flights = gate, flights
+        here = [flight for flight in flights if flight.here]
+        if problem := self._changed([flight.layer for flight in here]):
+            for flight in here:
+                self._refuse(flight, Verdict(False, problem, kind=WRITTEN))
         self._as_sent = [
-            (of_home.name, tensor, tensor._version, sampled(tensor) if self._device.type == "cpu" else None)
-            for flight in flights
-            if flight.here
+            (of_home.name, tensor, tensor._version, sampled(tensor) if tensor.device.type == "cpu" else None)
+            for flight in here
             for of_home in self._registry.of_home(flight.layer)
             for tensor in of_home.memory
         ]
-        gate = self._gate = threading.Event()
-        if not self._as_sent:
+        if not here:
             gate.set()
         post: Callable[[Round], PostedRound] | None = partial(self._engine.post, migration)
         if self._engine.executor.in_order:
             self._post_here(migration)
             post = None
         follow = self._after_what_is_queued()
-        self._transferring = self._worker.submit(lambda: self._transfer_rounds(flights, gate, follow, post))
+        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, follow, post))
 
     def _post_here(self, migration: PreparedMigration) -> None:
         """Post all rounds of a step, in their order, on the thread that trains; none if earlier ones do not end."""
         late = [] if self._transferring is None else [self._transferring]
-        if late and not wait(late, self._timeout + _A_LITTLE_SECONDS).done:
+        if late and not wait(late, self._timeout + A_LITTLE_SECONDS).done:
             return  # late rounds still arrive in the memory that is used again
         self._engine.executor.restart()
         for flight in self._flights:
             flight.posted = self._engine.post(migration, flight.round_)
 
-    def _patience(self, round_: Round, waited_for: bool) -> float:
-        """Seconds that a forward waits for a round; negative: as long as anything is waited for."""
-        if self._max_pause is not None:
-            return self._max_pause
-        return -1.0 if waited_for else _PATIENCE_SECONDS + 1e-7 * self._pace.microseconds(self._nbytes[round_.number])
-
-    def _changed(self, layers: Sequence[int]) -> str:
-        """Reason for which the records of these layers are not those that the ranks agreed on; empty: they are."""
-        assert self._migration is not None
-        now, problem = self._engine.formats(layers)
-        for layer, found in now.items():
-            agreed = self._migration.records.formats[layer]
-            places = [
-                [(one.name, [t.data_ptr() for t in one.memory], one.row_bytes) for one in record.tensors]
-                for record in (found, agreed)
-            ]
-            if places[0] != places[1]:
-                problem = problem or f"what moves with the experts of layer {layer} has changed meanwhile"
-        return problem
-
     def _close_rounds(self) -> MigrationProgress:
         """Close the rounds of the last step, and report what became of them."""
-        placement, migration = self.current_placement(), self._migration
-        assert migration is not None
-        verdicts = [(flight, flight.verdict) for flight in self._flights if flight.verdict is not None]
-        done = [flight for flight, verdict in verdicts if verdict.commit]
-        failed: Verdict | None = None
-        for flight, verdict in verdicts:
+        progress, failed, has_late = self._committed(), Verdict(True), False
+        alone, posted = len(self._flights) == 1, sum(self._nbytes[flight.round_.number] for flight in self._flights)
+        for flight in self._flights:
+            verdict, layer = flight.verdict, flight.layer
+            assert verdict is not None
             if verdict.commit:
-                self._open[flight.layer].remove(flight.round_)
-                if not self._open[flight.layer]:
-                    del self._open[flight.layer]
+                self._open[layer].remove(flight.round_)
+                if not self._open[layer]:
+                    del self._open[layer]
             elif verdict.kind == LATE:
-                self._late[flight.layer] = self._late.get(flight.layer, 0) + 1
+                has_late, self._late[layer] = True, self._late.get(layer, 0) + alone
                 self.late_rounds += 1
                 self.late_bytes += flight.received_bytes
                 logger.info("%s; it is sent again", verdict.cause)
-                if self._late[flight.layer] >= _TRIES and failed is None:
+                if self._late[layer] >= _TRIES and failed.commit:
                     cause = f"{verdict.cause} {_TRIES} times: allow a longer max_pause_seconds, or overlap=False"
                     failed = Verdict(False, cause)
-            elif failed is None or verdict.connections_broken:
+            elif failed.commit or verdict.connections_broken:
                 failed = verdict
-        if any(verdict.kind == LATE for _, verdict in verdicts):
-            self._pace = self._pace.slower()
+        more = max(posted // 4, *self._nbytes)  # one more round at least
+        self._budget = posted // 2 if has_late else max(self._budget, posted + more)
         self._flights, self._as_sent = [], []
-        self._times_replaced = 0 if done else self._times_replaced
-        self._times_replaced += failed is not None and failed.kind == REPLACED
         return replace(
-            self._committed(placement, done),
-            verdict=failed or Verdict(True),
-            failed_phase=None if failed is None else Phase.STAGED,
+            progress,
+            verdict=failed,
+            failed_phase=None if failed.commit else Phase.STAGED,
             left_layers=tuple(sorted(self._open)),
-            only_between_steps=failed is not None and self._is_written_each_step(failed),
+            only_between_steps=failed.kind == WRITTEN,
         )
 
-    def _committed(self, placement: Placement, done: Sequence[InFlightRound]) -> MigrationProgress:
-        """Progress by these rounds, after which experts are where ``placement`` says."""
-        if not done:
-            return MigrationProgress(placement)
-        assert self._migration is not None
-        home_rows = placement.home_rows()
-        return MigrationProgress(
-            placement,
-            committed_layers=tuple(sorted(flight.layer for flight in done)),
-            moved_experts=sum(flight.round_.moved(home_rows) for flight in done),
-            received_bytes=sum(flight.received_bytes for flight in done),
-            transfers=np.concatenate([flight.round_.transfers for flight in done]),
-            record_bytes=self._migration.records.nbytes,
-        )
-
-    def _is_written_each_step(self, failed: Verdict) -> bool:
-        return failed.kind == WRITTEN or (failed.kind == REPLACED and self._times_replaced >= _REPLACED_TIMES)
-
-    def _pace_so_far(self) -> Pace:
-        """This rank's measurements of its layers' forwards and of the speed of transfers."""
-        seconds_per_byte = self._seconds_per_byte or _UNMEASURED_FACTOR * self._link_seconds_per_byte
-        us_per_mib = int(1e6 * _MARGIN * seconds_per_byte * 2**20)
-        return Pace(self._starts.microseconds(), max(1, us_per_mib))
+    def _committed(self) -> MigrationProgress:
+        """Return the progress that the commits of this step make."""
+        placement = self.current_placement()
+        done = [flight.posted for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
+        return self._engine.progress(placement, self._migration, [posted for posted in done if posted is not None])
 
     # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, current: Placement, target: Placement, formats: Formats, words: Tensor
-    ) -> tuple[PreparedMigration | None, Pace | None, Verdict]:
+        self, current: Placement, target: Placement, formats: Formats
+    ) -> tuple[PreparedMigration | None, Verdict]:
         try:
-            migration, verdict = self._engine.prepare(current, target, self._key, formats)
-            if migration is not None:
-                words = self.agreement.gather(words)[0]  # the first rank's, which plans
+            migration, verdict = self._engine.prepare(current, target, formats)
+            if migration is not None:  # the first rank's, so that all take the same rounds
+                self._budget = int(self._control.agreement.gather(torch.tensor([self._budget]))[0])
         except Exception as error:
             logger.debug("an overlapped migration could not be prepared", exc_info=True)
             migration, verdict = None, Verdict(False, one_line(error), True)
-        verdict = self.agreement.record(f"{self._key}/prepared", verdict)
-        return (migration, Pace.decode(words), verdict) if migration and verdict.commit else (None, None, verdict)
+        verdict = self._control.agreement.record(f"{self._key}/prepared", verdict)
+        return (migration if verdict.commit else None), verdict
 
     def _transfer_rounds(
         self,
@@ -498,12 +430,10 @@ class Overlapped:
             while arrived and (gate.is_set() or not arrived[0].here):
                 flight = arrived.pop(0)
                 assert flight.posted is not None
-                flight.posted.problem = flight.posted.problem or flight.problem
                 self._engine.vote(flight.posted, flight.ballot)
 
         try:
             follow()
-            began = time.perf_counter()
             if post is not None:
                 self._engine.executor.restart()
             for number, flight in enumerate(flights):
@@ -514,7 +444,6 @@ class Overlapped:
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
-            self._measure_speed(time.perf_counter() - began, sum(flight.received_bytes for flight in flights))
             if not gate.wait(self._timeout):
                 late = Verdict(False, "training did not go on", kind=LATE)
                 for flight in arrived:
@@ -539,34 +468,40 @@ class Overlapped:
             if flight.posted is None:
                 flight.posted = post(flight.round_)
 
-    def _measure_speed(self, seconds: float, nbytes: int) -> None:
-        if nbytes:
-            weight = _WEIGHT if self._seconds_per_byte else 1.0
-            self._seconds_per_byte += weight * (seconds / nbytes - self._seconds_per_byte)
-
     def _after_what_is_queued(self) -> Callable[[], None]:
         """Return a function that orders the thread's work on a device after everything queued so far."""
-        if self._device.type != "cuda":
+        if self._engine.device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._engine.device))
 
         def follow() -> None:
             if self._stream is None:  # one for good: torch has few, and the others that it gives out are the model's
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(self._engine.device)  # type: ignore[no-untyped-call]
             self._stream.wait_event(event)
             torch.cuda.set_stream(self._stream)
 
         return follow
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Count the time inside as a pause of training."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._pause += time.perf_counter() - began
+
+def next_rounds(
+    open_: Mapping[int, Sequence[Round]], nbytes: Sequence[int], late: Mapping[int, int], most: int
+) -> tuple[list[Round], bool]:
+    """Return the rounds that overlap with the next step, in the order in which they travel, and whether training waits
+    for them; the same on every rank. Of each layer's ``open_`` rounds the first can travel; forwards of later layers
+    leave more time. One that was ``late`` by itself is waited for, when no other is left.
+
+    Args:
+        nbytes: of each round.
+        most: bytes that may travel, but one round in any case.
+    """
+    taken: list[Round] = []
+    for layer in sorted(open_, reverse=True):
+        round_ = open_[layer][0]
+        if not late.get(layer) and (not taken or nbytes[round_.number] <= most):
+            taken.append(round_)
+            most -= nbytes[round_.number]
+    return (taken[::-1], False) if taken else ([open_[max(open_)][0]], True)
 
 
 def sampled(tensor: Tensor) -> Tensor:

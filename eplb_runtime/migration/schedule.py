@@ -1,31 +1,26 @@
 """Schedules transfers of experts in rounds: a pure function of two placements and the byte sizes.
 
 Every rank computes the same schedule from the same placements. A round is the unit of commit: a valid placement holds
-before and after it, so a rebalance that breaks off between rounds leaves a valid one.
+before and after it, so a rebalance that breaks off between rounds leaves a valid one. The experts that change ranks in
+a layer are edges of a graph over ranks in which every rank has as many edges in as out. A cycle of edges that visits a
+rank at most once is the least that can be committed: afterwards every rank has its number of homes again, and no rank
+holds more than one staged expert for it.
+
+Shape suffixes: M moves of all layers, sorted by layer; L layers; N cycles; R ranks of all groups of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..placement import EMPTY, HomeRows, Placement
-from .cycles import cut_into_permutations, cut_into_short_cycles, first_fit, follow_slots
-
-_METHODS = (
-    (cut_into_permutations, False, 1.02),
-    (cut_into_permutations, True, 1.05),
-    (cut_into_short_cycles, True, 1.0),
-)
-"""Ways to cut moves into cycles, tried in order: the function, whether the longest cycles choose their round first, and
-the ratio at which the result is good enough. The ratio is the bytes of each round's busiest rank, summed, over those of
-the rank with most bytes in all. The first way spreads a layer over the fewest rounds. The last is for few moves, whose
-permutations are half empty, and takes longest."""
 
 Ints = NDArray[np.int64]
 
@@ -170,66 +165,25 @@ def make_schedule(
     holders_of_layer = current.num_ranks * parts
     num_ranks = int(group_L.max(initial=0) + 1) * holders_of_layer
 
-    changes = (current.physical_to_logical != target.physical_to_logical).any(axis=1)
-    best = float("inf")
-    for cut, longest_first, enough in _METHODS:
-        cycle_M = cut(first_L, source_M, destination_M, holders_of_layer)
-        rank_M = source_M + group_L[layer_M] * holders_of_layer
-        pack = partial(
-            _pack, size_L=size_L, num_ranks=num_ranks, budget_bytes=budget_bytes, longest_first=longest_first
-        )
-        if by_layer:
-            packed = _pack_by_layer(changes, cycle_M, layer_M, rank_M, pack)
-        else:
-            packed = (*pack(cycle_M, layer_M, rank_M), np.where(changes, 0, -1))
-        if _share_of_bound(packed[1]) < best:
-            best, (round_M, load, last_round) = _share_of_bound(packed[1]), packed
-        if best <= enough:
-            break
+    cycle_M = cut_into_permutations(first_L, source_M, destination_M, holders_of_layer)
+    rank_M = source_M + group_L[layer_M] * holders_of_layer
+    budget = max(budget_bytes, int(size_L.max(initial=1)))
+    changed = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
+    round_M, last_round = np.empty_like(layer_M), np.full(current.num_layers, -1, dtype=np.int64)
+    loads: list[list[int]] = []
+    for layers in [[layer] for layer in changed] if by_layer else [changed] * bool(changed):
+        here, last_round[layers] = np.isin(layer_M, layers), len(loads)
+        cycles = np.unique(cycle_M[here], return_inverse=True)[1]
+        rounds, load = _first_fit(cycles, size_L[layer_M[here]], rank_M[here], num_ranks, budget)
+        round_M[here] = rounds + len(loads)
+        loads += load or [[0] * num_ranks]  # a round without transfers: slots within ranks, or replicas, change alone
     order = _in_order(round_M)
     order = order[_in_order(layer_M[order])]
     rows = follow_slots(first_L, expert_M[order], round_M[order], place_LE, target_LE, home_rows.rows, last_round)
     rows[:, 3:] = home_rows.slot_at(rows[:, 3:])
     np.maximum.at(last_round, layer_M, round_M)
-    return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, load)
-
-
-def _pack(
-    cycle_M: Ints,
-    layer_M: Ints,
-    rank_M: Ints,
-    size_L: Ints,
-    num_ranks: int,
-    budget_bytes: int,
-    longest_first: bool,
-) -> tuple[Ints, Ints]:
-    """Return the round of each move and the bytes of each rank in each round. Cycles of the largest experts come first;
-    of those, as the layers come, or the longest first, so that shorter ones fill the gaps."""
-    length_N = np.bincount(cycle_M)
-    first_N = np.concatenate([[0], np.cumsum(length_N)])
-    by_cycle = np.argsort(cycle_M, kind="stable")
-    bytes_N = size_L[layer_M[by_cycle[first_N[:-1]]]]
-    order_N = np.lexsort((-length_N if longest_first else np.arange(len(length_N)), -bytes_N))
-    budget = max(budget_bytes, int(size_L.max(initial=1)))
-    round_N, load = first_fit(order_N, first_N, rank_M[by_cycle], bytes_N, num_ranks, budget)
-    return round_N[cycle_M], load
-
-
-def _pack_by_layer(
-    changes: NDArray[np.bool_], cycle_M: Ints, layer_M: Ints, rank_M: Ints, pack: Callable[..., tuple[Ints, Ints]]
-) -> tuple[Ints, Ints, Ints]:
-    """Pack as `_pack`, with separate rounds for each layer that changes. Returns also the first round of each layer, -1
-    for those that do not change. A layer where only replicas change has a round without transfers."""
-    round_M, first_L = np.empty_like(layer_M), np.full(len(changes), -1, dtype=np.int64)
-    loads: list[Ints] = []
-    none = pack(cycle_M[:0], layer_M[:0], rank_M[:0])[1]
-    for layer in np.flatnonzero(changes).tolist():
-        here = layer_M == layer
-        first_L[layer] = len(loads)
-        round_M[here], load = pack(np.unique(cycle_M[here], return_inverse=True)[1], layer_M[here], rank_M[here])
-        round_M[here] += len(loads)
-        loads += list(load) or [np.zeros(none.shape[1], dtype=np.int64)]
-    return round_M, np.array(loads, dtype=np.int64).reshape(-1, none.shape[1]), first_L
+    loads_TR = np.array(loads, dtype=np.int64).reshape(-1, num_ranks)
+    return TransferSchedule(current, target, rows[_in_order(rows[:, 0])], last_round, loads_TR)
 
 
 def _in_order(keys: Ints) -> Ints:
@@ -238,6 +192,160 @@ def _in_order(keys: Ints) -> Ints:
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")
 
 
-def _share_of_bound(load: Ints) -> float:
-    """Ratio of the rounds' bytes to their lower bound."""
-    return float(load.max(axis=1, initial=0).sum()) / max(int(load.sum(axis=0).max(initial=0)), 1)
+def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
+    """Return the cycle of each move, int64 ``[M]``, numbered over all layers, permutation by permutation. A layer's
+    moves are coloured so that in one colour no rank sends or receives twice, with as many colours as its busiest rank
+    has moves, one by one along alternating paths (Koenig's theorem on bipartite multigraphs); ranks with fewer moves
+    are filled up with experts that stay."""
+    source, destination = source_M.tolist(), destination_M.tolist()
+    cycle = [-1] * len(source)
+    cycles = 0
+    for begin, end in pairwise(first_L.tolist()):
+        if begin == end:
+            continue
+        moves = end - begin
+        leaving_CR = _coloured(source[begin:end], destination[begin:end], num_ranks)
+        for leaving in leaving_CR:
+            for move in leaving:
+                if move >= moves or cycle[begin + move] >= 0:
+                    continue
+                while cycle[begin + move] < 0:
+                    cycle[begin + move] = cycles
+                    move = leaving[destination[begin + move]]
+                cycles += 1
+    return np.array(cycle, dtype=np.int64)
+
+
+def _coloured(source: list[int], destination: list[int], num_ranks: int) -> list[list[int]]:
+    """``[C][R]``: the move that leaves each rank in each colour; numbers from ``len(source)`` on: none does."""
+    degree = np.bincount(source, minlength=num_ranks).tolist()
+    colours = max(degree)
+    stays = [rank for rank in range(num_ranks) for _ in range(colours - degree[rank])]
+    tail, head = source + stays, destination + stays
+    leaving = [[-1] * num_ranks for _ in range(colours)]
+    coming = [[-1] * num_ranks for _ in range(colours)]
+    colour = [-1] * len(tail)
+    for edge, (a, b) in enumerate(zip(tail, head, strict=True)):
+        free_a = free_b = -1
+        for c in range(colours):
+            if leaving[c][a] < 0:
+                free_a = c
+                if coming[c][b] < 0:
+                    break
+            elif coming[c][b] < 0:
+                free_b = c
+        if coming[free_a][b] >= 0:
+            # Exchange the two colours along the path that begins at b, so that free_a becomes free there. It cannot
+            # reach a: it would have to come by free_a, which is free there.
+            path, at_head, wanted = list[int](), True, free_a
+            following = coming[free_a][b]
+            while following >= 0:
+                path.append(following)
+                rank = tail[following] if at_head else head[following]
+                at_head = not at_head
+                wanted = free_a + free_b - wanted
+                following = (coming if at_head else leaving)[wanted][rank]
+            for step in path:
+                leaving[colour[step]][tail[step]] = coming[colour[step]][head[step]] = -1
+            for step in path:
+                colour[step] = free_a + free_b - colour[step]
+                leaving[colour[step]][tail[step]] = coming[colour[step]][head[step]] = step
+        colour[edge] = free_a
+        leaving[free_a][a] = coming[free_a][b] = edge
+    return leaving
+
+
+def _first_fit(cycle_M: Ints, size_M: Ints, rank_M: Ints, num_ranks: int, budget: int) -> tuple[Ints, list[list[int]]]:
+    """Return the round of each move, the first in which all ranks of its cycle have room, and the bytes that each rank
+    receives (and sends) in each. Cycles of the largest experts come first; of those, as the layers come.
+
+    Args:
+        cycle_M: from 0; in a cycle each rank sends and receives once.
+        size_M: bytes of the experts, equal within a cycle.
+        budget: bytes that a rank may receive in a round, at least the largest of ``size_M``.
+    """
+    first_N = np.concatenate([[0], np.cumsum(np.bincount(cycle_M))])
+    by_cycle = np.argsort(cycle_M, kind="stable")
+    size_N = size_M[by_cycle[first_N[:-1]]]
+    first, ranks, sizes = first_N.tolist(), rank_M[by_cycle].tolist(), size_N.tolist()
+    every = -1  # a bit for each round
+    room = [every] * num_ranks  # those in which a rank has room for one more expert
+    load: list[list[int]] = []
+    size, round_N = -1, np.empty(len(sizes), np.int64)
+    for cycle in np.argsort(-size_N, kind="stable").tolist():
+        here = ranks[first[cycle] : first[cycle + 1]]
+        if sizes[cycle] != size:
+            size = sizes[cycle]
+            room = [every] * num_ranks
+            for number, of_round in enumerate(load):
+                for rank in range(num_ranks):
+                    if of_round[rank] + size > budget:
+                        room[rank] &= ~(1 << number)
+        common = every
+        for rank in here:
+            common &= room[rank]
+        number = (common & -common).bit_length() - 1
+        round_N[cycle] = number
+        if number == len(load):
+            load.append([0] * num_ranks)
+        for rank in here:
+            load[number][rank] += size
+            if load[number][rank] + size > budget:
+                room[rank] &= ~(1 << number)
+    return round_N[cycle_M], load
+
+
+def follow_slots(
+    first_L: Ints, expert_M: Ints, round_M: Ints, home_LE: Ints, target_LE: Ints, slots_per_rank: int, round_L: Ints
+) -> Ints:
+    """Where experts go, slot by slot, so that every round leaves a whole placement behind.
+
+    An expert from another rank takes its last slot at once; one that is there and stays for now makes room by taking
+    a slot that has been left. In a layer's last round everybody else takes the last slot too.
+
+    Args:
+        first_L: int64 ``[L + 1]``, where each layer's moves begin; within a layer they are sorted by round.
+        expert_M, round_M: the moves between ranks.
+        home_LE, target_LE: home slots before and after.
+        round_L: of layers in which experts change slots within ranks alone.
+
+    Returns:
+        int64 ``[T, 5]``, rows ``(round, layer, expert, slot before that round, slot after it)``, also within a rank.
+    """
+    expert, round_of, rows = expert_M.tolist(), round_M.tolist(), list[tuple[int, ...]]()
+    for layer, (begin, end) in enumerate(pairwise(first_L.tolist())):
+        at, target = home_LE[layer].tolist(), target_LE[layer].tolist()
+        if at == target:
+            continue
+        who = [-1] * (max(*at, *target) + 1)
+        for one, slot in enumerate(at):
+            who[slot] = one
+        while True:
+            number = round_of[begin] if begin < end else int(round_L[layer])
+            behind = begin
+            before = at.copy()
+            while behind < end and round_of[behind] == number:
+                who[at[expert[behind]]] = -1
+                behind += 1
+            for make_room in (False, True):
+                for one in expert[begin:behind]:
+                    slot = target[one]
+                    there = who[slot]
+                    if (there >= 0) != make_room or there == one:
+                        continue
+                    if make_room:
+                        free = target[there]
+                        if free // slots_per_rank != slot // slots_per_rank or who[free] >= 0:
+                            free = slot // slots_per_rank * slots_per_rank
+                            while who[free] >= 0:
+                                free += 1
+                        at[there], who[free] = free, there
+                    at[one], who[slot] = slot, one
+            if behind == end:
+                at = target
+            moved = (one for one, (now, then) in enumerate(zip(at, before, strict=True)) if now != then)
+            rows += [(number, layer, one, before[one], at[one]) for one in moved]
+            begin = behind
+            if begin == end:
+                break
+    return np.array(rows, dtype=np.int64).reshape(-1, 5)

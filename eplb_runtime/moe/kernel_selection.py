@@ -1,7 +1,7 @@
 """Triton kernels for a layer's counting, routing and moving of rows on a GPU; else plain torch.
 
-The first batch of each kernel is computed by plain torch, too. A kernel that fails to compile or changes a bit is
-reported in one line of the log, and torch is used from then on.
+The first batch of each variant of a kernel is computed by plain torch, too. One that fails to compile or changes a bit
+is reported in one line of the log, and torch is used from then on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for a device, each compared with plain torch in its first batch; plain torch where there is no
-    GPU or no Triton."""
+    """Return the kernels for a device, each compared with plain torch, which is used without a GPU or Triton."""
     if device.type != "cuda":
         return Kernels()
     from ..utils.triton import triton
@@ -68,8 +67,8 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
 
 
 class CheckedKernel:
-    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. The first
-    batch that has rows is computed by both. ``written`` returns the part of a result that is not left uninitialised."""
+    """A kernel in the place of a function of plain torch with the same arguments, which both may write into. Both take
+    the first batch with rows of each set of dtypes, widths and flags. ``written`` returns the initialised part."""
 
     def __init__(
         self,
@@ -79,11 +78,12 @@ class CheckedKernel:
         written: Callable[[Any, Sequence[Any]], Any] = lambda result, args: result,
     ) -> None:
         self._name, self._kernel, self._plain, self._written = name, kernel, plain, written
-        self._chosen: Callable[..., Any] | None = None
+        self._chosen: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._chosen is not None:
-            return self._chosen(*args, **options)
+        variant = tuple(map(_kind, (*args, *options.values())))
+        if variant in self._chosen:
+            return self._chosen[variant](*args, **options)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._kernel(*args, **options)  # comparing would wait for the device
         copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
@@ -95,13 +95,18 @@ class CheckedKernel:
                 raise ValueError("it gives something else")
         except Exception as error:
             logger.warning("kernel for %s: %s; plain torch is used", self._name, one_line(error))
-            self._chosen = self._plain
+            self._chosen[variant] = self._plain
             for given, copy in zip(args, copies, strict=True):
                 if isinstance(given, Tensor):
                     given.copy_(copy)
             return expected
-        self._chosen = self._kernel if _has_rows(expected) else None
+        if _has_rows((expected, [arg for arg in args if isinstance(arg, Tensor)])):
+            self._chosen[variant] = self._kernel
         return found
+
+
+def _kind(argument: Any) -> Any:
+    return argument is True, getattr(argument, "dtype", type(argument)), getattr(argument, "shape", ())[1:]
 
 
 def _same(found: Any, expected: Any) -> bool:

@@ -40,7 +40,7 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
 @dataclass(frozen=True)
 class LayerContext:
     """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
-    (`moe.routing.kernels`) ``counter`` and ``table`` do it."""
+    (`moe.kernels`) ``counter`` and ``table`` do it."""
 
     counter: LoadCounter
     table: SlotTable
@@ -63,9 +63,15 @@ class CountedLayer:
     """
 
     def __init__(
-        self, index: int, module: nn.Module, counter: LoadCounter, table: SlotTable, forward_tag: ForwardTag
+        self,
+        index: int,
+        module: nn.Module,
+        counter: LoadCounter,
+        table: SlotTable,
+        forward_tag: ForwardTag,
+        expert_clock: ExpertClock,
     ) -> None:
-        self.index = index
+        self.index, self.expert_clock = index, expert_clock
         self._module, self._counter, self._table, self._forward_tag = module, counter, table, forward_tag
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
@@ -109,7 +115,8 @@ class ExpertParallelLayer(CountedLayer):
         context: LayerContext,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
-        super().__init__(index, module, context.counter, context.table, context.forward_tag)
+        shared = context.counter, context.table, context.forward_tag, context.dispatcher.expert_clock
+        super().__init__(index, module, *shared)
         self._experts = experts
         self._context = context
         self._real_tokens = real_tokens
@@ -141,7 +148,7 @@ class ExpertParallelLayer(CountedLayer):
         with phase("route", "F", index, epoch):
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counts)
-        begin = dispatcher.expert_clock.mark() if dispatcher.expert_clock.on and training else None
+        begin = self.expert_clock.mark() if self.expert_clock.on and training else None
         with phase("dispatch", "F", index, epoch):
             if metadata is None:
                 assert slots_TK is not None
@@ -152,10 +159,8 @@ class ExpertParallelLayer(CountedLayer):
         with phase("combine", "F", index, epoch):
             combined_TD = dispatcher.combine(out_MD, dispatched)
         if begin is not None:
-            dispatcher.expert_clock.forward_ends(begin)
-        if repeated:
-            return self._in_flight.track_recompute(combined_TD)
-        return self._in_flight.track_backward(combined_TD, topk_ids_TK, dispatched.metadata, training)
+            self.expert_clock.forward_ends(begin)
+        return self._in_flight.track(combined_TD, topk_ids_TK, dispatched.metadata, training, repeated)
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> tuple[Tensor | None, Counted | None]:
         """Begin a forward that repeats none, and count its load; returns slots, or counts of each expert, or neither,
@@ -201,20 +206,7 @@ class ExpertParallelLayer(CountedLayer):
 class HostDispatchedLayer(CountedLayer):
     """One MoE layer whose host carries and computes tokens itself, each to the expert of its column. The host believes
     that slot p holds expert p: columns change places, or ids are renamed, and nothing else; there are no replicas. The
-    host marks expert work by ``expert_clock``; other arguments as of `ExpertParallelLayer`."""
-
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        *,
-        counter: LoadCounter,
-        table: SlotTable,
-        forward_tag: ForwardTag,
-        expert_clock: ExpertClock,
-    ) -> None:
-        super().__init__(index, module, counter, table, forward_tag)
-        self.expert_clock = expert_clock
+    host marks expert work by ``expert_clock``."""
 
     @property
     def logical_of_slots(self) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import __version__
 from ..config import BalancerConfig
 from ..events import Event, LoadMeasured, RebalanceCommitted, RebalancePlanned
 from ..load.clock import ExpertShare
@@ -31,9 +31,9 @@ from ..utils.files import FileError
 Record = dict[str, Any]
 
 NAME = "events.jsonl"
-ARRAYS = ("load", "rank_load", "start", "placement", "transfers")
+ARRAYS = ("load", "rank_load", "placement", "transfers")
 """Fields that are int64 arrays with three axes: ``[1, L, E]`` tokens; ``[2, L, R]`` tokens, measured and with the
-initial placement; ``[1, L, P]`` experts, -1: none, twice; ``[1, M, 4]`` layer, expert, source and destination rank."""
+initial placement; ``[1, L, P]`` experts, -1: none; ``[1, M, 4]`` layer, expert, source and destination rank."""
 JOB = "JobAttached"
 """The first record of every file of a log."""
 FORMAT = "eplb-runtime-events"
@@ -50,10 +50,8 @@ def job_record(
     config: BalancerConfig,
     topology: Topology,
     placement: Placement,
-    *,
     world_size: int,
     now: float,
-    version: str,
     layers_of_stage: Sequence[int] = (),
 ) -> Record:
     """Return what a job is, and where its experts are at the start.
@@ -61,7 +59,6 @@ def job_record(
     Args:
         topology: of one EP group; ``world_size``: ranks of the job.
         now: seconds since 1970.
-        version: of this package.
         layers_of_stage: MoE layers of each pipeline stage; empty: there is one stage.
     """
     share = ExpertShare.before_measuring(config.migration.moe_share)
@@ -71,9 +68,7 @@ def job_record(
         "step": 0,
         "format": FORMAT,
         "version": 1,
-        "package": version,
-        "job": secrets.token_hex(8),
-        "started": now,
+        "package": __version__,
         "layers": placement.num_layers,
         "experts": placement.num_experts,
         "ranks": placement.num_ranks,
@@ -86,7 +81,6 @@ def job_record(
         "moe_share_source": share.source,
         "horizon_steps": config.horizon,
         "epoch": placement.epoch,
-        "start": slots_of(placement),
         "placement": slots_of(placement),
     }
 

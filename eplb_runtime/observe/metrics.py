@@ -44,7 +44,7 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
         now: seconds since 1970.
         left_out: events that were dropped because listeners were too slow.
     """
-    with state.locked():
+    with state.lock:
         return [
             *_of_load(state),
             *_balance(state),
@@ -62,7 +62,7 @@ def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
 
 
 def balance_of(state: RunState) -> dict[str, float]:
-    """Return how even the newest measured load was, by the field's names; empty before. Call inside ``locked``."""
+    """Return how even the newest measured load was, by the field's names; empty before. Call with ``lock`` held."""
     return _flat(_balance(state))
 
 
@@ -204,7 +204,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
     ``rollouts``: those in which the balancer was suspended. ``steps``: the newest. All else is of the state's ``lives``
     (starts of the job), but for predictions where ``judged_before``.
     """
-    with state.locked():
+    with state.lock:
         windows = sum(point["windows"] for point in state.curve)
 
         def mean(name: str) -> float | None:

@@ -35,7 +35,7 @@ from .metrics import expert_work_text, predictions_text, summary_of, summary_tex
 from .run_state import LINKS, RunState, state_of_run
 
 SCRIPTS = ("draw.js", "page.js")
-_JOB = ("started", "package", "layers", "experts", "ranks", "slots_per_rank", "policy", "interval", "replica_slots")
+_JOB = ("time", "package", "layers", "experts", "ranks", "slots_per_rank", "policy", "interval", "replica_slots")
 _STATE = ("version", "starts", "step", "standing", "cause", "epoch", "placed_at")
 _TOTALS = ("rebalances", "placed_replicas", "pause_seconds", "rollouts", "rollout_seconds", "saved_seconds")
 
@@ -71,7 +71,7 @@ def _hash(content: str) -> str:
 
 def view_of(state: RunState) -> dict[str, Any]:
     """Return what the page shows, JSON-able: matrices as base64 of little-endian int32 and float64, no NaN."""
-    with state.locked():
+    with state.lock:
         measured = state.measured
         if measured is not None:
             arrays = ("load", "rank_load", "imbalance", "imbalance_start")

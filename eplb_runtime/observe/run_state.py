@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_high
@@ -49,7 +49,7 @@ _ABORT_PHASES = {phase: phase for phase in ("planned", "prepared", "staged", "ve
 
 
 class RunState:
-    """A run as its records tell it. `apply` may run on one thread while others read inside `locked`.
+    """A run as its records tell it. `apply` may run on one thread while others hold `lock`, shortly.
 
     Attributes:
         version: number of records applied.
@@ -74,7 +74,7 @@ class RunState:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.version = self.step = self.starts = self.epoch = self.placed_at = 0
         self.job: Record = {}
         self.time = 0.0
@@ -97,15 +97,9 @@ class RunState:
         self.rebalances = self.findings = self.pauses = self.measured_steps = self.rollouts = self.placed_replicas = 0
         self.pause_seconds = self.rollout_seconds = self.saved_seconds = self.promised_seconds = 0.0
 
-    @contextmanager
-    def locked(self) -> Iterator[RunState]:
-        """Nothing changes inside the block, which must be short."""
-        with self._lock:
-            yield self
-
     def apply(self, record: Record) -> None:
         """Add a record. RecordError: it is none of ours, or comes ahead of its job's."""
-        with self._lock:
+        with self.lock:
             try:
                 if self._fold(record):
                     self.step, self.time = int(record["step"]), float(record["time"])
@@ -155,8 +149,6 @@ class RunState:
         return True
 
     def _attached(self, record: Record) -> None:
-        if self.job and record["job"] == self.job["job"]:
-            return  # the same job in its next file
         self.job, self.share, self.starts = record, _share(record), self.starts + 1
         self.placement, self.placement_before, self.placed_at = record["placement"][0], None, int(record["step"])
         self.measured = self.by_layer = self.predictions = None

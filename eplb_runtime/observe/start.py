@@ -11,9 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
-from .. import __version__
 from ..config import BalancerConfig
 from ..events import CLOSING_SECONDS, MOST_WAITING, Event, EventLog
 from ..load.clock import Progress
@@ -69,8 +67,7 @@ class Shown:
         self._config, self._progress, self.state, self.left_out = config, progress, RunState(), 0
         self._record_of = partial(record_of, start=placement, speed_R=config.speed_R)
         self._worker, self._failing = Worker("eplb_runtime observer"), set[str]()
-        fixed: dict[str, Any] = {"world_size": world_size, "version": __version__, "layers_of_stage": layers_of_stage}
-        job = job_record(config, topology, placement, now=time.time(), **fixed)
+        job = job_record(config, topology, placement, world_size, time.time(), layers_of_stage)
         self.state.apply(job)
         self.sinks: dict[str, Sink] = {"the state of the run": self.state.apply}
         self._log: LineFile | None = None
@@ -133,7 +130,7 @@ class Shown:
 
     def balance(self) -> dict[str, float]:
         """Return how even the newest measured load was, by the field's names; empty before anything was measured."""
-        with self.state.locked():
+        with self.state.lock:
             return balance_of(self.state)
 
     def metrics(self) -> list[Metric]:

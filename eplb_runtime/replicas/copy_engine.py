@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..distributed.node_memory import LEAST_CHANNELS, NodeMemory
+from ..distributed.transports.symmetric import LEAST_CHANNELS, NodeMemory
 from .plan import Row, RowStage, RowTransport, Waiting
 
 MOST_DEPTH = 32

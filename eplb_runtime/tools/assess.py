@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..observe.run_state import JobRecord
+from ..placement import uneven
 from ..planner import PlanError
 from ..planner.cost import HYSTERESIS
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
@@ -229,10 +230,10 @@ def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: floa
     found, static_seconds = {}, 0.0
     for key, (name, policy, more) in tried.items():
         (run,) = simulate(series, figures.topology, slots_per_rank=homes + more, policies=[policy], step_model=model)
-        seconds = sum(window.step_seconds for window in run.windows)
+        seconds = sum(run.step_seconds)
         static_seconds = static_seconds or seconds  # of the first
-        first, *others = [replan.migration_seconds for replan in run.replans]
-        plans = max(len(run.replans), HORIZON_INTERVALS)
+        first, *others = run.migration_seconds
+        plans = max(len(run.plans), HORIZON_INTERVALS)
         move_seconds = (first + (plans - 1) * float(np.mean(others))) / plans
         found[key] = Scenario(
             name=name,
@@ -242,7 +243,7 @@ def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: floa
             refresh=model.refresh_seconds(layers, more, figures.topology) / step_seconds,
             move_seconds=move_seconds,
             moving=move_seconds / figures.every / step_seconds,
-            rebalances=sum(replan.decision == "rebalance" for replan in run.replans),
+            rebalances=sum(plan.decision == "rebalance" for plan in run.plans),
         )
     return found
 
@@ -321,10 +322,7 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
     if said := looks_partial(record.load):
         return f"It cannot be said: {said}", "Give the sum of all ranks' counts."
     if experts % ranks:
-        dividing = [size for size in range(1, experts + 1) if experts % size == 0 and size > 1] or [1]
-        near = " or ".join(map(str, sorted(sorted(dividing, key=lambda size: abs(size - ranks))[:2])))
-        have = f"{ranks} ranks do not divide {counted(experts, 'expert')}, as homes need."
-        return have, f"Give --ranks {near}, or --experts if there are more."
+        return f"{uneven(experts, ranks)}.", "Give --ranks, or --experts if there are more."
     if not windows:
         return "No token has been recorded.", "Record a job that trains."
     if windows >= (least := LEAST_INTERVALS * figures.every_windows):
@@ -354,7 +352,7 @@ def _calibrated(record: JobRecord, series: Series, figures: Figures) -> tuple[Fi
     tokens_L = series.load[series.every :].sum(axis=2).mean(axis=0) / figures.ranks / series.steps_per_window
     homes = series.load.shape[2] // figures.ranks
     (static,) = simulate(series, figures.topology, slots_per_rank=homes, policies=["static"], step_model=model)
-    now = float(np.mean([window.step_seconds for window in static.windows]))
+    now = float(np.mean(static.step_seconds))
     over_even = now / model.seconds(tokens_L, figures.topology)
     measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else over_even)
     share = known = figures.shares[0]

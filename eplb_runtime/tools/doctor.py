@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..config import launcher_environment
-from ..distributed import node_memory
 from ..distributed.bandwidth import measure
 from ..distributed.consensus import first_problem
 from ..distributed.process_groups import backend_for
-from ..distributed.transports import TRANSPORTS, deepep_package
+from ..distributed.transports import TRANSPORTS, deepep, symmetric
 from ..distributed.transports.base import Transport, TransportError
 from ..topology import Topology
 from ..utils.errors import one_line
@@ -58,14 +57,14 @@ def backends() -> tuple[Backend, ...]:
     if has_nccl and torch.cuda.is_available():
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         nccl = f"version {version}, {torch.cuda.device_count()} devices"
-    deep_ep, symmetric = deepep_package.why_not(), node_memory.why_not(torch.device("cuda"))
+    deep_ep, node_memory = deepep.why_not(), symmetric.why_not(torch.device("cuda"))
     purpose = "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
     of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
     found = [
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         Backend("nccl", has_nccl and torch.cuda.is_available(), nccl),
         Backend("deep_ep", not deep_ep, deep_ep or purpose),
-        Backend("symmetric memory", not symmetric, f"{symmetric or of_copies}: it has not been run on GPUs yet"),
+        Backend("symmetric memory", not node_memory, f"{node_memory or of_copies}: it has not been run on GPUs yet"),
         Backend("hierarchical", True, "tokens cross to a node once, without deep_ep: dispatch='hierarchical'"),
     ]
     return (*found, compiled())

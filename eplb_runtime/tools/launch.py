@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..config import launcher_environment
 from ..distributed.consensus import gather_bytes
-from ..distributed.node_memory import node_of_this_rank
+from ..distributed.transports.symmetric import node_of_this_rank
 
 
 class LaunchError(ValueError):

@@ -113,49 +113,34 @@ class StepModel:
         return 4 * self.hidden_size * self.activation_bytes
 
 
-@dataclass(frozen=True)
-class WindowResult:
-    """One judged window of one policy; the replan just before it, if there was one. Bytes and seconds of the replan.
-
-    ``crossing_share``: of all tokens, those that are computed on another node than they come from.
-    """
-
-    step_seconds: float
-    crossing_share: float
-    decision: str = ""
-    moved_slots: int = 0
-    moved_homes: int = 0
-    bytes_intra_node: int = 0
-    bytes_inter_node: int = 0
-    plan_seconds: float = 0.0
-    migration_seconds: float = 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class PolicyRun:
-    """One policy over the series. ``imbalance``: float64 [W, L], max / mean rank load of each judged window."""
+    """One policy over the series.
+
+    Args:
+        imbalance: float64 [W, L], max / mean rank load of each judged window.
+        step_seconds: of a step in each judged window.
+        crossing_share: of all tokens of each, those that are computed on another node than they come from.
+        plans: of all replans; ``migration_seconds``: of each.
+    """
 
     policy: str
-    layout: str
-    num_slots: int
     steps_per_window: int
     imbalance: FloatArray
-    windows: tuple[WindowResult, ...]
-
-    @property
-    def replans(self) -> list[WindowResult]:
-        return [window for window in self.windows if window.decision]
+    step_seconds: Sequence[float]
+    crossing_share: Sequence[float]
+    plans: Sequence[Plan]
+    migration_seconds: Sequence[float]
 
     @property
     def moved_bytes(self) -> int:
-        return sum(window.bytes_intra_node + window.bytes_inter_node for window in self.windows)
+        return sum(plan.bytes_intra_node + plan.bytes_inter_node for plan in self.plans)
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the ``simulate`` command: over all judged windows and layers; ``step_seconds`` with the
         time that migrations took, spread over all steps; ``plan_seconds`` of one plan, the mean."""
-        balancedness, replans = 1 / self.imbalance, self.replans
-        all_slots = self.num_slots * self.imbalance.shape[1]
-        seconds = sum(window.step_seconds + window.migration_seconds / self.steps_per_window for window in self.windows)
+        balancedness, all_slots = 1 / self.imbalance, self.plans[0].placement.physical_to_logical.size
+        seconds = sum(self.step_seconds) + sum(self.migration_seconds) / self.steps_per_window
         return {
             "policy": self.policy,
             "balancedness": {
@@ -168,11 +153,11 @@ class PolicyRun:
                 "p95": float(np.percentile(self.imbalance, 95)),
                 "max": float(self.imbalance.max()),
             },
-            "crossing_share": float(np.mean([window.crossing_share for window in self.windows])),
-            "moved_slots_share": float(np.mean([replan.moved_slots for replan in replans]) / all_slots),
-            "rebalances": sum(replan.decision == "rebalance" for replan in replans),
-            "plan_seconds": float(np.mean([replan.plan_seconds for replan in replans])),
-            "step_seconds": seconds / len(self.windows),
+            "crossing_share": float(np.mean(self.crossing_share)),
+            "moved_slots_share": float(np.mean([plan.moved_slots for plan in self.plans]) / all_slots),
+            "rebalances": sum(plan.decision == "rebalance" for plan in self.plans),
+            "plan_seconds": float(np.mean([plan.plan_seconds for plan in self.plans])),
+            "step_seconds": seconds / len(self.step_seconds),
         }
 
 
@@ -239,52 +224,35 @@ def _play(policy: str, current: Placement, series: Series, topology: Topology, m
         stall_seconds=model.stall_seconds,
     )
 
+    asked: dict[str, Any] = {"policy": policy, "layout": current.layout, "cost": cost}
+    asked |= {"groups": series.groups, "max_moves": series.max_moves, "gate": series.gate}
+
     def ask(past: FloatArray, trust: float) -> Plan:
         try:
-            return plan(
-                past,
-                topology,
-                slots_per_rank=current.slots_per_rank,
-                current=current,
-                policy=policy,
-                layout=current.layout,
-                cost=cost,
-                trust=trust,
-                groups=series.groups,
-                max_moves=series.max_moves,
-                gate=series.gate,
-            )
+            slots = current.slots_per_rank
+            return plan(past, topology, slots_per_rank=slots, current=current, trust=trust, **asked)
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
-    def judged(window: int, **replan: Any) -> WindowResult:
-        load_LE = load[window]
-        received_LR2 = received(load_LE, current, topology)
-        mean_tokens = load_LE.sum(axis=1) / topology.num_ranks / steps
-        imbalance.append(of_window := predicted_imbalance(load_LE, current))
-        return WindowResult(
-            step_seconds=model.seconds(of_window * mean_tokens, topology, received_LR2 / steps),
-            crossing_share=float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)),
-            **replan,
-        )
-
     ask(load[:1], 1.0)  # compiles, so that no measured plan does
     imbalance: list[FloatArray] = []
-    windows: list[WindowResult] = []
-    record = TrackRecord(horizon=HORIZON_REPLANS)
+    step_seconds, crossing_share, migration_seconds = list[float](), list[float](), list[float]()
+    plans, record = list[Plan](), TrackRecord(horizon=HORIZON_REPLANS)
     for start in range(every, len(load), every):
         record.observe(load[start - every : start].sum(axis=0))
-        planned = ask(load[max(0, start - 4 * every) : start], record.trust)
+        plans.append(planned := ask(load[max(0, start - 4 * every) : start], record.trust))
         record.note(planned)
         moves, slots = planned.moves, current.slots_per_rank
         seconds = cost.transfer_seconds(moves, topology, slots) if len(moves) else 0.0
+        migration_seconds.append(seconds + model.stall_seconds * (planned.decision == "rebalance"))
         current = planned.placement
-        names = ("decision", "moved_slots", "moved_homes", "bytes_intra_node", "bytes_inter_node", "plan_seconds")
-        replan = {name: getattr(planned, name) for name in names}
-        replan["migration_seconds"] = seconds + model.stall_seconds * (planned.decision == "rebalance")
-        windows.append(judged(start, **replan))
-        windows += [judged(window) for window in range(start + 1, min(start + every, len(load)))]
-    return PolicyRun(policy, current.layout, current.num_slots, steps, np.array(imbalance), tuple(windows))
+        for load_LE in load[start : start + every]:
+            imbalance.append(predicted_imbalance(load_LE, current))
+            received_LR2 = received(load_LE, current, topology)
+            busiest = imbalance[-1] * load_LE.sum(axis=1) / topology.num_ranks / steps
+            step_seconds.append(model.seconds(busiest, topology, received_LR2 / steps))
+            crossing_share.append(float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)))
+    return PolicyRun(policy, steps, np.array(imbalance), step_seconds, crossing_share, plans, migration_seconds)
 
 
 def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int) -> Placement:

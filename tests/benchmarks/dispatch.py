@@ -7,7 +7,6 @@ same for all: a row in bfloat16 for each token that visits the busiest rank, ove
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
@@ -74,8 +73,6 @@ def run(
             rows += _rows(many, (repeats, group), home_E[ids_TK], slots, hidden, {"routing": routing, "load": load})
     slots_TK = _choices(FEW_TOKENS, ranks * slots, False, 0.0).to(device)
     rows += _rows(few, (repeats, group), slots_TK, slots, hidden, {"routing": "free", "load": "even"})
-    for dispatcher in ways.values():
-        dispatcher.close(time.monotonic() + BalancerConfig().timeout_seconds)
     return {"experts": ranks * slots, "ranks_per_node": topology.ranks_per_node, "ways": rows, "left_out": left_out}
 
 

@@ -222,6 +222,7 @@ def drawn(rank: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_rows_are_drawn_once_and_what_a_compute_closes_over_is_trained() -> None:
     """By Euler's theorem a sum that is linear in weights is their product with their gradients."""
     for loss, of_experts, of_scale in run_ranks(2, drawn)[0]:
@@ -245,6 +246,7 @@ def padded(rank: int) -> tuple[list[list[float]], list[int]]:
     return out.tolist(), balancer.runtime.counter.counts[0].tolist()
 
 
+@pytest.mark.long
 def test_padding_in_a_routing_that_is_given_is_told_by_real_tokens() -> None:
     for out, load in run_ranks(2, padded):
         assert not any(out[2] + out[3]) and any(out[1])
@@ -322,5 +324,6 @@ def moved_inside_a_block_of_autocast(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_experts_may_move_inside_a_block_of_autocast() -> None:
     run_ranks(2, moved_inside_a_block_of_autocast)

@@ -6,7 +6,6 @@ Rows that are written in the order of their slots are noticed: `mutants`.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -103,7 +102,7 @@ def save_and_go_on(rank: int, job: Job, folder: str, how: str) -> dict[str, Any]
     train(model, optimizer, BEFORE, rank, dist.get_world_size())
     assert not balancer.events.of_type(RebalanceAborted)
     if how == "app":
-        dcp.save({"app": LogicalState(model, optimizer), "other": torch.ones(3)}, checkpoint_id=folder)
+        dcp.save({"app": LogicalState(model, optimizer), "model": {"a": torch.ones(3)}}, checkpoint_id=folder)
     else:
         eplb.checkpoint.save(folder, model, optimizer, format=how)
     return found(rank, model, optimizer, balancer)
@@ -217,6 +216,7 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "key"), [("AdamW", "exp_avg"), ("Adagrad, replicas", "sum")])
 def test_the_library_reads_what_each_rank_has_written_a_share_of(name: str, key: str, saved_by: Saved) -> None:
     folders, results = saved_by(4)
@@ -249,6 +249,7 @@ def plain_load(folder: str) -> State:
     return eplb.logical_state_dict(model, optimizer)
 
 
+@pytest.mark.long
 def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_experts(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
@@ -275,6 +276,7 @@ def wrapped(rank: int) -> None:
     assert differing(eplb.logical_state_dict(plain), eplb.logical_state_dict(torch.compile(plain))) == []
 
 
+@pytest.mark.long
 def test_wrappers_are_looked_through() -> None:
     run_ranks(2, wrapped)
 
@@ -305,39 +307,6 @@ def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
     run_ranks(2, roll_back, str(tmp_path / "checkpoint"))
 
 
-# -- asynchronous ----------------------------------------------------------------------------------------------------
-
-
-def write_slowly() -> threading.Event:
-    """Let DCP write nothing before the event that is returned."""
-    go, write = threading.Event(), dcp.FileSystemWriter.write_data
-
-    def write_data(self: dcp.FileSystemWriter, plan: Any, planner: Any) -> Any:
-        assert go.wait(60)
-        return write(self, plan, planner)
-
-    dcp.FileSystemWriter.write_data = write_data
-    return go
-
-
-def save_asynchronously(rank: int, folder: Path) -> State:
-    """With a commit until it is written."""
-    model, optimizer, balancer = build(Job())
-    train(model, optimizer, range(3), rank, 2)
-    go, state, epoch = write_slowly(), eplb.logical_state_dict(model, optimizer), balancer.placement.epoch
-    future = eplb.checkpoint.async_save(folder, model, optimizer, format="dcp")
-    train(model, optimizer, range(3, 9), rank, 2)
-    assert balancer.placement.epoch > epoch, "no commit while the save was under way"
-    go.set()
-    future.result()
-    return state
-
-
-def test_a_commit_during_an_asynchronous_save_by_dcp_does_not_tear_it(tmp_path: Path) -> None:
-    state, _ = run_ranks(2, save_asynchronously, tmp_path)
-    assert differing(state, loaded_alone(tmp_path)) == []
-
-
 # -- what does not fit -----------------------------------------------------------------------------------------------
 
 
@@ -353,6 +322,7 @@ def refused(rank: int, folder: str) -> None:
         "cannot be read as a checkpoint": lambda: load(folder + "-none", model, optimizer),
         "has no keys, as DCP's checkpoints may have": lambda: load(folder, model, optimizer, key="app"),
         "has no other.model.": lambda: load(folder + "-app", model, optimizer, key="other"),
+        "eplb_runtime.checkpoint.async_save": lambda: dcp.async_save(fresh.state_dict(), checkpoint_id=folder + "-b"),
         "load it with eplb_runtime.checkpoint.load": lambda: dcp.load({"app": fresh}, checkpoint_id=folder + "-app"),
         "has no model.model.layers.2.": lambda: load(folder, larger),
         "has no place in the model": lambda: load(folder, smaller),

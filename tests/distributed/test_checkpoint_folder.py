@@ -32,7 +32,6 @@ from torch import nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError, disk
-from eplb_runtime.checkpoint import saving as own
 from eplb_runtime.checkpoint.state import LogicalView
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
@@ -178,6 +177,7 @@ def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_st
     assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_write_leaves_files_that_others_are_writing(tmp_path: Path) -> None:
     def of_rank_1() -> Iterator[disk.Named]:
         yield "model", "a", torch.ones(1)
@@ -197,13 +197,13 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
     model, optimizer, balancer = build(Job())
     train(model, optimizer, range(3), rank, 2)
     states = [eplb.logical_state_dict(model, optimizer)]
-    begin, write = threading.Event(), own._write
+    begin, write = threading.Event(), disk._write
 
     def waiting(*args: Any) -> None:
         assert begin.wait(60)
         write(*args)
 
-    own._write = waiting
+    disk._write = waiting
     first = eplb.checkpoint.async_save(f"{folder}/0", model, optimizer)
     before = len(balancer.events.of_type(RebalanceCommitted))
     train(model, optimizer, range(3, 9), rank, 2)
@@ -363,6 +363,7 @@ def with_freed_memory(rank: int, folder: Path) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_freed_memory_is_neither_saved_nor_loaded_and_every_rank_hears_of_it(tmp_path: Path) -> None:
     """Read by torch, such memory ends the process; a rank that finds it alone would let the others wait."""
     run_ranks(2, with_freed_memory, tmp_path)
@@ -385,6 +386,7 @@ def alone(rank: int, folder: Path) -> tuple[str, list[str]]:
     return said, warned
 
 
+@pytest.mark.long
 def test_a_rank_that_saves_alone_is_told_and_so_is_who_takes_a_plain_state_dict(tmp_path: Path) -> None:
     (said, warned), (none, warned_too) = run_ranks(2, alone, tmp_path)
     assert "rank 1 did not come to" in said and "call it on every rank" in said and not none

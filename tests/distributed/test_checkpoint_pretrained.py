@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import FAMILIES, batch_of, make_model
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 
 import eplb_runtime as eplb
+
+pytestmark = pytest.mark.long
 
 
 def attach(model: nn.Module, optimizer: Any = None, replica_slots: int = 0, device: str | None = None) -> eplb.Balancer:
@@ -41,7 +44,7 @@ def on_meta(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def count_reads() -> list[int]:
     """Bytes that this rank reads from files, from now on, a number for each read."""
-    from eplb_runtime.hosts.transformers import weights as transformers_weights
+    from eplb_runtime.hosts.transformers import folders
 
     reads: list[int] = []
 
@@ -67,7 +70,7 @@ def count_reads() -> list[int]:
         def get_slice(self, key: str) -> Slice:
             return Slice(self._file.get_slice(key))
 
-    transformers_weights.safe_open = Opened
+    folders.safe_open = Opened
     return reads
 
 

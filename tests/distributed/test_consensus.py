@@ -21,15 +21,15 @@ from support.seen import heard, said_by
 from eplb_runtime.distributed.consensus import (
     Agreement,
     Ballot,
-    ConsensusError,
+    TransportError,
     Verdict,
     all_equal,
     extremes,
     first_problem,
     gather_bytes,
+    unobserved,
 )
 from eplb_runtime.distributed.control_channel import ConnectionLost, ControlChannel
-from eplb_runtime.distributed.points import unobserved
 from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.distributed.store import JobStore
@@ -124,7 +124,7 @@ def gather_alone(rank: int) -> str:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LONGER_THAN_A_TEST))
     said = ""
     if rank == 0:
-        with pytest.raises(ConsensusError) as late:
+        with pytest.raises(TransportError) as late:
             gather_bytes(b"here", group, deadline=time.monotonic() + 0.1)
         said = str(late.value)
     dist.barrier()

@@ -18,8 +18,8 @@ from support.loops import Layout, spread
 from support.seen import assert_refused, same
 from support.shuffle import with_replicas
 
-from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node_memory import NodeMemory
+from eplb_runtime.distributed.transports import symmetric
+from eplb_runtime.distributed.transports.symmetric import NodeMemory
 from eplb_runtime.hosts.attaching import attach
 
 CARRIED = {"bytes": 0}
@@ -98,7 +98,7 @@ def refusals(rank: int) -> None:
     obstacles: list[tuple[str, Any, str, Any]] = [
         ("room for 2", double, "PAD_BYTES", 16),
         ("different sizes", double, "PAD_BYTES", 2048 + 1024 * rank),
-        ("different ones", node_memory, "node_of_this_rank", lambda: f"node of {rank}"),
+        ("different ones", symmetric, "node_of_this_rank", lambda: f"node of {rank}"),
         ("node of its own", os, "environ", {**os.environ, "LOCAL_WORLD_SIZE": "1"}),
         ("did not arrive", double.SymmetricMemory, "get_remote_tensor", lambda *given: copied(*given).clone()),
     ]

@@ -110,6 +110,7 @@ def declare_for_one_decision(rank: int) -> None:
     job.balancer.close()
 
 
+@pytest.mark.long
 def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each_rank() -> None:
     run_ranks(RANKS, declare_for_one_decision)
 
@@ -141,6 +142,7 @@ def keys_of_the_store(rank: int) -> None:
     assert all(max(numbers[1:]) - min(numbers[1:]) <= 3 for numbers in (called, stepped))
 
 
+@pytest.mark.long
 def test_decisions_and_migrations_leave_no_keys_in_the_launchers_store() -> None:
     """But those of the last decision and its migration."""
     run_ranks(RANKS, keys_of_the_store)

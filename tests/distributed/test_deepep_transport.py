@@ -16,7 +16,7 @@ from ranks import run_ranks
 from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
 from eplb_runtime.config import DispatchConfig
-from eplb_runtime.distributed.transports import TRANSPORTS, deepep, deepep_package
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
 from eplb_runtime.distributed.transports.deepep import ROW_BYTES, DeepEP
 from eplb_runtime.moe.dispatch.base import DispatchContext
@@ -100,7 +100,7 @@ def a_lost_row_is_noticed(rank: int, transport: Transport) -> None:
 
 
 def experts_go_by_the_buffer_of_tokens(rank: int, transport: Transport) -> None:
-    deepep_package.imported = lambda *_: PACKAGE
+    deepep.imported = lambda *_: PACKAGE
     carrier = DeepEPDispatcher(DispatchContext.of(dist.group.WORLD, 2), DispatchConfig("deepep"))
     assert transport._buffer is carrier._buffer()  # type: ignore[attr-defined]
     CALLS.clear()

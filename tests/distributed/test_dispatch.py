@@ -31,7 +31,8 @@ from dispatch_contract import (
 from ranks import run_ranks
 
 from eplb_runtime.config import DispatchConfig
-from eplb_runtime.distributed.transports import deepep_package, nvshmem
+from eplb_runtime.distributed.transports import deepep as transport
+from eplb_runtime.distributed.transports import nvshmem
 from eplb_runtime.moe.dispatch import wire_format
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
@@ -73,8 +74,8 @@ KNOWN = {kind: [BATCHES["a rank without tokens"], SENT_ONCE] if kind in OF_TORCH
 
 def all_of_it(rank: int, ranks_per_node: int) -> dict[Any, Any]:
     """Everything that is looked at, by name."""
-    deepep_package.RANKS_OF_A_NODE = deepep_double.NODE = ranks_per_node
-    deepep_package.imported = deepep_double.imported
+    transport.RANKS_OF_A_NODE = deepep_double.NODE = ranks_per_node
+    transport.imported = deepep_double.imported
     groups = {size: group_of(rank, size) for size in (1, 2, 4)}
 
     def on(kind: str, size: int, slots: int = SLOTS, **options: Any) -> tuple[Dispatcher, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PRELOAD, run_ranks
+from ranks import run_ranks
 
 from eplb_runtime.cli import main
 from eplb_runtime.distributed import bandwidth
@@ -52,26 +51,11 @@ def test_links_are_measured_on_all_ranks_and_a_transport_is_usable_on_all_or_non
     assert (half.usable, half.why) == (False, "rank 1: pip install wire")
 
 
-# -- What the other tests' ranks are forked from -----------------------------------------------------------------------
-
-
-def missing(rank: int) -> list[str]:
-    return [name for name in PRELOAD if name not in sys.modules]
-
-
-def test_ranks_are_forked_from_a_process_that_has_loaded_everything() -> None:
-    """What it does not find it passes over in silence, and every test takes seconds longer."""
-    assert run_ranks(1, missing) == [[]]
-
-
 # -- Links are measured by messages large enough for them, in a bounded time, the same on every rank -------------------
 
 
-START_SECONDS = 50e-6
-
-
 class Modelled(Transport):
-    """Messages take a start and then their bytes; nothing is really sent.
+    """Messages take 50 us and then their bytes; nothing is really sent.
 
     Args:
         inside, between: bytes/s to a rank of the same pair, and to others.
@@ -92,7 +76,7 @@ class Modelled(Transport):
             raise TransportError("point-to-point messages were not through in time")
         self.sizes.append(sends[0].data.shape[0])
         speed = self.inside if sends[0].peer // 2 == self.rank // 2 else self.between
-        self.clock += START_SECONDS + self.sizes[-1] / speed
+        self.clock += 50e-6 + self.sizes[-1] / speed
         return PendingGroup()
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -113,6 +97,7 @@ def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int,
     return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("inside", "between"), [(400e9, 50e9), (2e9, 12.5e6)], ids=["fast", "slow"])
 def test_a_link_is_measured_as_what_it_is(inside: float, between: float) -> None:
     results = run_ranks(4, measure_modelled, inside, between, SIZES)
@@ -134,6 +119,7 @@ def fail_on_one_rank(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_be_reached_is_an_error_on_all_ranks() -> None:
     said = run_ranks(4, fail_on_one_rank)
     assert "in time" in said[1]

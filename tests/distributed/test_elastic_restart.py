@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from moe_models import batch_of, make_model
@@ -19,6 +20,8 @@ import eplb_runtime as eplb
 from eplb_runtime.load.counter import saved_windows
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.evaluate import predicted_imbalance
+
+pytestmark = pytest.mark.long
 
 EXPERTS, LAYERS, SHARES = 16, 2, 4
 SAVED_AT, STEPS = 6, 9

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, written a piece at a time by all ranks, and a stream of tensors are what the library would
+"""A Hugging Face folder, written a piece at a time, and a stream of tensors are what the library would
 have written. Memory is counted at each operation."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_shards_of_all_ranks_are_what_save_pretrained_writes(name: str, exported: Exported, tmp_path: Path) -> None:
+def test_shards_are_what_save_pretrained_writes(name: str, exported: Exported, tmp_path: Path) -> None:
     job, written = JOBS[name], exported[0] / name
     whole_model(job).save_pretrained(tmp_path, **dict(job.options))
     assert same(tensors_of(written), tensors_of(tmp_path))
@@ -161,15 +161,9 @@ def test_a_stream_is_what_the_library_would_write_and_a_wrong_expert_in_it_is_no
         assert found["wrong"] == exported[1][0][name]["wrong"]
 
 
-def test_each_rank_writes_shards_of_its_own_experts_within_the_size_asked_for(exported: Exported) -> None:
+def test_shards_are_within_the_size_asked_for(exported: Exported) -> None:
     files = sorted((exported[0] / "olmoe").glob("*.safetensors"))
     assert len(files) > 4
-    experts_of = [
-        {int(key.split(".experts.")[1].split(".")[0]) for key in load_file(file) if ".experts." in key}
-        for file in files
-    ]
-    backwards = [{7, 6}, {5, 4}, {3, 2}, {1, 0}]
-    assert all(any(found <= pair for pair in backwards) for found in experts_of)
     for file in files:
         tensors = load_file(file)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
@@ -230,6 +224,7 @@ def export_with_other_names(rank: int, folder: Path) -> None:
             whole_model(Job()).save_pretrained(folder / "library" / how, max_shard_size="40KB")
 
 
+@pytest.mark.long
 def test_whatever_the_library_makes_of_a_model_is_written(tmp_path: Path) -> None:
     run_ranks(4, export_with_other_names, tmp_path)
     for how in HOWS:
@@ -271,12 +266,12 @@ WHOLE, STACKED, SLICED = Job(width=WIDTH), Job("gpt_oss", width=WIDTH), Job(widt
 
 
 def of_export(figures: Figures) -> float:
-    """Besides two experts and the dense part a shard, or two stacks, where experts do not lie on their rank whole."""
-    return 2 * figures["expert"] + figures["dense"] + max(20_000_000, 2 * figures["stack"])
+    """Besides two experts and the dense part a shard, and two stacks, where experts are not written one by one."""
+    return 2 * figures["expert"] + figures["dense"] + 20_000_000 + 2 * figures["stack"]
 
 
 BOUNDS: dict[str, tuple[Job, str, Callable[[Figures], float]]] = {
-    "export": (WHOLE, "export", lambda figures: 2 * figures["expert"] + figures["dense"]),
+    "export": (WHOLE, "export", of_export),
     "export, stacked": (STACKED, "export", of_export),
     "export, sliced": (SLICED, "export", of_export),
     # gloo's thread may still hold an expert that has come while the next one comes.
@@ -295,6 +290,7 @@ def measure_all(rank: int, folder: Path) -> dict[str, Figures]:
     return {name: measured(job, call, folder / folders.get(name, name)) for name, (job, call, _) in BOUNDS.items()}
 
 
+@pytest.mark.long
 def test_each_call_holds_no_more_than_it_says(tmp_path: Path) -> None:
     whole_model(WHOLE).save_pretrained(tmp_path / "whole")
     for of_rank in run_ranks(4, measure_all, tmp_path):
@@ -307,11 +303,11 @@ def test_each_call_holds_no_more_than_it_says(tmp_path: Path) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def full_disk_on_rank_2(rank: int, folder: Path) -> str:
+def full_disk_on_rank_0(rank: int, folder: Path) -> str:
     model, write = attached(Job()), disk.save_file
 
     def full(*args: Any) -> None:
-        if rank == 2:
+        if rank == 0:
             raise OSError(28, "No space left on device")
         write(*args)
 
@@ -319,17 +315,18 @@ def full_disk_on_rank_2(rank: int, folder: Path) -> str:
     before = sorted(path.name for path in folder.iterdir())
     dist.barrier()
     disk.save_file = full
-    with pytest.raises(OSError if rank == 2 else CheckpointError) as raised:
+    with pytest.raises(OSError if rank == 0 else CheckpointError) as raised:
         eplb.checkpoint.export_pretrained(model, folder, max_shard_size="40KB")
     dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == before
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_the_old_folder_stays(tmp_path: Path) -> None:
-    said = run_ranks(4, full_disk_on_rank_2, tmp_path)
-    assert "No space left" in said[2]
-    assert all("rank 2 failed" in text for rank, text in enumerate(said) if rank != 2)
+    said = run_ranks(4, full_disk_on_rank_0, tmp_path)
+    assert "No space left" in said[0]
+    assert all("rank 0 failed" in text for text in said[1:])
     assert loads_equal(tmp_path, Job())
 
 

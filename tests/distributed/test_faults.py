@@ -23,7 +23,7 @@ from support.shuffle import plan_by, plan_shuffle
 import eplb_runtime as eplb
 from eplb_runtime.balancer import decision
 from eplb_runtime.balancer.planner_process import PlannerProcess
-from eplb_runtime.distributed.points import Phase, Probe, unobserved
+from eplb_runtime.distributed.consensus import Phase, Probe, unobserved
 from eplb_runtime.events import (
     BalancingEnded,
     BalancingPaused,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eplb_runtime.balancer.guard import GuardError
-from eplb_runtime.balancer.model_check import StructureError
+from eplb_runtime.balancer.runtime import StructureError
 from eplb_runtime.events import GuardFinding
 
 EXPERTS = 8

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 from eplb_runtime.moe.routing.slots import RowCounts
 
-ORDERS: tuple[Literal["logical", "by_rank"], ...] = "logical", "by_rank"
+pytestmark = pytest.mark.long
+
 GROUP_LIMITED = Batch((6, 3, 0, 5), slots=tuple(range(12)), top_k=8)
 IN_BFLOAT16 = replace(GROUP_LIMITED, dtype=torch.bfloat16, weights_dtype=torch.float32)
 COMPARED = {"many choices": GROUP_LIMITED, "bfloat16": IN_BFLOAT16, "two choices": BATCHES["uneven"]}
@@ -42,38 +43,13 @@ def all_of_it(rank: int) -> dict[Any, Any]:
     """Everything that is looked at, by name."""
     found: dict[Any, Any] = {}
     context = DispatchContext.of(dist.group.WORLD, SLOTS)
-    for order in ORDERS:
-        found[order, "asked for"] = collectives_of(Hierarchical(context, 2, order), rank)
     plain = AllToAll(context)
     for name, batch in COMPARED.items():
         found["all_to_all", name] = without_metadata(there_and_back(plain, batch, rank))
         for nodes, on_node in NODES.items():
             found[nodes, name] = without_metadata(there_and_back(Hierarchical(context, on_node), batch, rank))
-    found["asked for"] = collectives_of(plain, rank)
     found["losses"] = {name: losses(rank, settings) for name, settings in CONFIGS.items()}
     return found
-
-
-def collectives_of(dispatcher: AllToAll, rank: int) -> dict[str, int]:
-    """How often a forward reads numbers on the host, and the collectives of one whose way is known."""
-    hidden, slots, weights = GROUP_LIMITED.of(rank)
-    read, call, called = torch.Tensor.cpu, dist.all_to_all_single, {"numbers read": 0, "collectives": 0}
-
-    def reads(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        called["numbers read"] += 1
-        return read(tensor, *args, **options)
-
-    def calls(*args: Any, **options: Any) -> Any:
-        called["collectives"] += 1
-        return call(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "cpu", reads)
-        metadata = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots)).metadata
-        patch.setattr(dist, "all_to_all_single", calls)
-        arrived = dispatcher.dispatch(hidden, weights, metadata)
-        dispatcher.combine(arrived.rows_MD, arrived)
-    return called
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -110,14 +86,6 @@ def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, nodes: st
         for name, value in result["all_to_all", case].items():
             mine = result[nodes, case][name]
             assert all(map(torch.equal, value, mine)) if isinstance(value, tuple) else torch.equal(value, mine), name
-
-
-def test_a_forward_reads_numbers_once_as_all_to_all_does(ranks: list) -> None:
-    """And a way that is known takes two exchanges there; back two by rank, else one."""
-    for result in ranks:
-        assert result["asked for"] == {"numbers read": 1, "collectives": 3}
-        assert result["logical", "asked for"] == {"numbers read": 1, "collectives": 4}
-        assert result["by_rank", "asked for"] == {"numbers read": 1, "collectives": 5}
 
 
 def test_an_attached_model_trains_to_the_same_bits_and_by_rank_to_rounding(ranks: list) -> None:

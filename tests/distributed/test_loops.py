@@ -209,6 +209,7 @@ def gained_loss(model: Gained, rank: int) -> Tensor:
     return model(tokens).square().mean() * model.phase.abs().sum()
 
 
+@pytest.mark.long
 def test_experts_of_one_number_are_clipped() -> None:
     model = Gained()
     (sum(gained_loss(model, rank) for rank in range(2)) / 2).backward()

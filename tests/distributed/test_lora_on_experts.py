@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import eplb_runtime as eplb
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 STEPS, EXPERTS, RANKS = 3, 8, 2
@@ -255,10 +257,10 @@ def test_peft_saves_loads_and_disables_them(tmp_path: Path) -> None:
         assert found["saved while freed"].startswith("save_pretrained of an attached model: ")
         assert "freed" in found["saved while freed"] and "\n" not in found["saved while freed"]
         merging, unloading, here, another, exported, deleting, loading = found["refused"]
-        assert "'default' is on the experts of" in deleting and "low_cpu_mem_usage=True" in loading
+        assert "experts compute with their adapters" in deleting and "low_cpu_mem_usage=True" in loading
         assert found["after refusals"][0] == pytest.approx(found["after refusals"][1], **close)
         assert merging == unloading == here and "merge_and_unload in a process of its own" in merging
-        assert "'second'" in another and "was added after attach" in another
+        assert "was added after attach" in another
         assert "its own save_pretrained" in exported
         assert all("\n" not in line for line in found["refused"])
     one, other = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("static", "moved"))

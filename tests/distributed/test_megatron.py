@@ -71,7 +71,7 @@ def refused_at_attach() -> Said:
     at_once = said_by(lambda: attached(several, move=False))
     return [
         ("replica_slots", attach(bare, replica_slots=1)),
-        ("its own dispatchers carry tokens", attach(bare, dispatch=eplb.DispatchConfig("hierarchical"))),
+        ("the framework's own dispatcher sends tokens", attach(bare, dispatch=eplb.DispatchConfig("hierarchical"))),
         ("nothing to balance", attach({**bare, **padded})),
         ("averages gradients itself", attach({}, dense_gradients="allreduce")),
         ("get_megatron_optimizer", attach({}, other)),

@@ -16,7 +16,7 @@ from support.megatron_jobs import Row, assert_moved_without_a_change, traces
 from test_megatron_rows import ROWS as OLDER
 from test_megatron_rows import TOP_3
 
-pytestmark = pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not NEWER.is_dir(), reason=WHY_NOT)]
 SHORT = "grouped experts"
 OF_DEEPSEEK = {
     "muon_nesterov": True,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from beside import RANKS, Job, at, fail, flip_a_bit
 from moe_models import batch_of
@@ -141,6 +142,7 @@ def with_copies(rank: int) -> None:
     still.balancer.close()
 
 
+@pytest.mark.long
 def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
     run_ranks(2, with_copies)
 
@@ -179,5 +181,6 @@ def written_between_steps(rank: int) -> bool:
     return job.equals(job.still())
 
 
+@pytest.mark.long
 def test_weights_that_a_user_writes_between_steps_are_not_overwritten() -> None:
     assert run_ranks(2, written_between_steps) == [True, True]

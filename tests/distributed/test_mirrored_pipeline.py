@@ -22,9 +22,10 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import LoadMeasured, RebalanceAborted
-from eplb_runtime.hosts import pipelining
 from eplb_runtime.hosts.attaching import attach
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannels, TwoStreams
+
+pytestmark = pytest.mark.long
 
 POSITIONS, EP, MICRO_BATCHES = 2, 2, 4
 
@@ -94,7 +95,11 @@ def train(rank: int, moving: bool) -> dict[str, Any]:
             dense_gradients="allreduce",
             migration=eplb.MigrationConfig(lag=0),
         ),
-        ranks=pipelining.mirrored_ranks(rank // EP, POSITIONS, groups[rank // EP], pipelines=EP),
+        ranks=Ranks(
+            ep=tuple(dist.get_process_group_ranks(groups[rank // EP])),
+            stages=tuple(sorted((rank // EP, POSITIONS - 1 - rank // EP))),
+            gradient_divisor=EP,
+        ),
     )
     plan_by(balancer, plan_shuffle)
     wait_until_compiled(balancer)

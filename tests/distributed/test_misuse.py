@@ -202,6 +202,7 @@ def shared_by_two_layers(rank: int, moving: bool) -> tuple[list[float], int]:
     return losses, balancer.placement.epoch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", [in_bfloat16, shared_by_two_layers])
 def test_it_trains_to_the_same_bits_wherever_experts_are(job: Callable[..., object]) -> None:
     for still, moving in zip(run_ranks(2, job, False), run_ranks(2, job, True), strict=True):

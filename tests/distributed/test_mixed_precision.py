@@ -41,6 +41,7 @@ def clipped_where_one_rank_has_no_gradients(rank: int) -> None:
         balancer.close()
 
 
+@pytest.mark.long
 def test_the_norm_is_that_of_all_experts_though_one_rank_has_no_gradient() -> None:
     run_ranks(2, clipped_where_one_rank_has_no_gradients)
 
@@ -74,6 +75,7 @@ def of_two_one_overflows(rank: int) -> dict[str, Any]:
     return {"written": written, "steps": balancer.rebalancer.step, "scale": scaler.get_scale()}
 
 
+@pytest.mark.long
 def test_of_two_optimizers_one_overflows_and_training_goes_on() -> None:
     both = ["experts", "others"]
     for found in run_ranks(2, of_two_one_overflows):

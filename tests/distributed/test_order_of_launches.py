@@ -20,7 +20,7 @@ import torch.distributed as dist
 from beside import RANKS, Job
 from ranks import run_ranks
 
-from eplb_runtime.distributed import private_groups, process_groups
+from eplb_runtime.distributed import process_groups
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.migration import overlapped
 
@@ -112,13 +112,13 @@ RecordedGroup.all_to_all_single = _recorded("alltoall_base")
 
 def begin_recording() -> None:
     """The balancer's own groups but for control are of a backend that is no gloo."""
-    make = private_groups.make
+    make = process_groups.make_group
 
     def made(store: Any, name: str, ranks: Any, rank: int, backend: str, *more: Any) -> dist.ProcessGroup:
         with patch.object(dist, "ProcessGroup", dist.ProcessGroup if backend == "gloo" else RecordedGroup):
             return make(store, name, ranks, rank, "gloo", *more)
 
-    private_groups.make, process_groups.backend_for = made, lambda device: "recorded"
+    process_groups.make_group, process_groups.backend_for = made, lambda device: "recorded"
 
 
 @contextmanager

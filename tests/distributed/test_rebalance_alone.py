@@ -22,6 +22,8 @@ import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from eplb_runtime.load.series import read_series
 
+pytestmark = pytest.mark.long
+
 RANKS, LAYERS, EXPERTS = 2, 2, 8
 STEPS = (1, 3, 2, 2)
 """Training steps of each round."""

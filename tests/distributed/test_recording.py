@@ -24,6 +24,8 @@ from eplb_runtime.load.series import read_series
 from eplb_runtime.moe.dispatch.base import _Dispatch
 from eplb_runtime.moe.experts.compute import LocalExperts
 
+pytestmark = pytest.mark.long
+
 EXPERTS, STEPS = 8, 7
 
 

@@ -19,6 +19,8 @@ from ranks import run_ranks
 
 from eplb_runtime.events import BalancingPaused, RebalanceCommitted
 
+pytestmark = pytest.mark.long
+
 
 def until_here(job: Job) -> None:
     """Train until experts of some layers have arrived, and let their forwards wait for the vote."""
@@ -30,21 +32,16 @@ def until_here(job: Job) -> None:
             time.sleep(0.001)
 
 
-def replaced(rank: int) -> tuple[list[str], bool]:
+def replaced(rank: int) -> tuple[bool, bool]:
     job = Job(rank, overlap=True)
     until_here(job)
     job.optimizer.load_state_dict(deepcopy(job.optimizer.state_dict()))  # other tensors, with the same numbers
-    before = len(job.causes())
-    job.step()
-    job.step()
-    causes = job.causes(before)
     job.until(RebalanceCommitted)
-    return causes, job.equals(job.still())
+    return job.balancer.rebalancer._overlaps, job.equals(job.still())
 
 
 def test_an_optimizers_state_that_is_loaded_while_experts_are_on_their_way() -> None:
-    for causes, same in run_ranks(2, replaced):
-        assert same and any("has changed meanwhile" in cause for cause in causes)
+    assert run_ranks(2, replaced) == [(False, True)] * 2
 
 
 class MakesItsStateAnew(torch.optim.AdamW):
@@ -65,8 +62,7 @@ def made_anew(rank: int) -> tuple[int, bool]:
 
 
 def test_an_optimizer_that_makes_its_state_anew_in_each_step_is_balanced_between_steps() -> None:
-    """The first migration is dropped: it could have been a state that was loaded."""
-    assert run_ranks(2, made_anew) == [(1, True)] * 2
+    assert run_ranks(2, made_anew) == [(0, True)] * 2
 
 
 class TooMuch(Exception):

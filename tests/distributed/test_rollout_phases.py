@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +157,7 @@ def cycles(rank: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_nothing_is_held_while_suspended_nor_grows_over_cycles() -> None:
     for found in run_ranks(2, cycles):
         nbytes, threads, descriptors = zip(*found, strict=True)
@@ -244,9 +246,30 @@ def late(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", [alone, late])
 def test_a_rank_that_suspends_or_resumes_alone_hears_of_it(job: Any) -> None:
     run_ranks(2, job)
+
+
+def after_a_load(rank: int, folder: str) -> None:
+    """A step after a load is not among those at which a job notes state by itself, whose number is a power of two."""
+    model, optimizer, balancer = attached("between steps")
+    for number in range(4):
+        step(model, optimizer, number)
+    eplb.checkpoint.save(folder, model, optimizer)
+    balancer.close()
+    model, optimizer, balancer = attached("between steps")
+    eplb.checkpoint.load(folder, model, optimizer)
+    step(model, optimizer, 4)
+    balancer.suspend()
+    optimizer.state.clear()
+    assert "is not in the optimizer's state any more: load it first" in (said := said_by(balancer.resume)), said
+    balancer.close()
+
+
+def test_state_that_is_left_out_after_a_load_is_noticed(tmp_path: Path) -> None:
+    run_ranks(2, after_a_load, str(tmp_path))
 
 
 def without_memory(rank: int) -> None:
@@ -278,6 +301,7 @@ def without_memory(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_gets_no_memory_keeps_all_from_moving_until_it_does() -> None:
     run_ranks(2, without_memory)
 
@@ -318,6 +342,7 @@ def closed_while_freed(rank: int) -> None:
     step(model, optimizer, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", [closed, closed_while_freed])
 def test_a_model_that_is_closed_while_suspended_computes_once_its_weights_are_there(job: Any) -> None:
     run_ranks(2, job)

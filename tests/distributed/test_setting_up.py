@@ -106,6 +106,7 @@ def dies(rank: int, place: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", DIES)
 def test_a_rank_that_dies_at_attach_is_named_within_the_deadline(place: str) -> None:
     """Others wait for it in the store, to connect, or in a collective."""
@@ -155,6 +156,7 @@ def let_go_of(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_a_model_that_is_let_go_of_is_gone_and_what_it_held_ends_at_the_next_attach() -> None:
     for said in run_ranks(2, let_go_of):
         assert len([line for line in said if "without balancer.close()" in line]) == 2
@@ -181,5 +183,6 @@ def closed_with_failures(rank: int) -> None:
     training.step(model, optimizer, batch_of(rank, 0))
 
 
+@pytest.mark.long
 def test_what_fails_while_it_is_closed_leaves_nothing_else_open() -> None:
     run_ranks(2, closed_with_failures)

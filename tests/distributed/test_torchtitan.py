@@ -157,7 +157,6 @@ MISTAKES: list[tuple[str, Row, Mistake]] = [
     ("leave 'model' out of compile.components", PLAIN, compiled),
     ("moe_comm_backend", PLAIN, partial(another_dispatcher, "AllToAllTokenDispatcher")),
     ("override did not replace", PLAIN, lambda config: config.override.imports.clear()),
-    ("saved in another order", PLAIN, lambda config: config.override.imports.pop()),
     ("not whole experts", PLAIN, two_experts),
     ("balancer was never attached", PLAIN, setting("model_spec", "post_optimizer_build_fn", None)),
     (
@@ -167,7 +166,7 @@ MISTAKES: list[tuple[str, Row, Mistake]] = [
     ),
     ("its dispatcher knows one place for an expert", OWN, partial(with_settings, replica_slots=1)),
     (
-        "torchtitan's dispatcher sends tokens; leave dispatch out",
+        "the framework's own dispatcher sends tokens; leave dispatch out",
         OWN,
         partial(with_settings, dispatch=DispatchConfig("hierarchical")),
     ),
@@ -215,6 +214,7 @@ def test_what_would_go_wrong_is_refused_on_every_rank_in_one_line(results: list[
         assert [said for said in found["refused"] if said[0] not in said[1] or "\n" in said[1]] == []
 
 
+@pytest.mark.long
 def test_a_rank_that_takes_or_loads_state_alone_says_who_is_missing(results: list[dict[str, Any]]) -> None:
     taken, loaded = results[1]["only one"]
     assert "the state of the model" in taken and "the loading of the model's state" in loaded

@@ -177,6 +177,7 @@ def sums(rank: int) -> list[bool]:
     return same
 
 
+@pytest.mark.long
 def test_gradients_of_more_than_two_ranks_add_up_in_one_order_wherever_a_row_is() -> None:
     ours, rings = zip(*run_ranks(4, sums), strict=True)
     assert all(ours) and not all(rings)
@@ -234,6 +235,7 @@ def beside_one_process(rank: int, row: Row, folder: str) -> tuple[float, set[int
     return off, counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXACT)
 def test_it_trains_to_what_one_process_trains_to(name: str, root: Path) -> None:
     row = EXACT[name]
@@ -338,6 +340,7 @@ def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_trainer_trains_evaluates_and_resumes_to_the_same_bits(tp: int, root: Path, tmp_path: Path) -> None:
     for found in run_ranks(2, by_the_trainer, folder_of("qwen3_moe", root), tmp_path, Row(tp=tp)):

@@ -35,13 +35,12 @@ from transport_contract import (
 )
 
 from eplb_runtime.config import TRANSPORTS as NAMES
-from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node_memory import node_of_this_rank
+from eplb_runtime.distributed import transports
 from eplb_runtime.distributed.transports import TRANSPORTS, automatic, choose, nixl, nvshmem, why_rather_not, windows
 from eplb_runtime.distributed.transports.base import Message, Transport, TransportError
-from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
 from eplb_runtime.distributed.transports.deepep import DeepEP
 from eplb_runtime.distributed.transports.nvshmem import Nvshmem
+from eplb_runtime.distributed.transports.symmetric import CudaIpc, node_of_this_rank
 
 CPU = torch.device("cpu")
 HERE = ["torch", "auto", *(["nixl"] if not nixl.why_not() else [])]
@@ -66,7 +65,7 @@ def run_chosen_cases(rank: int, name: str, chosen: set[str], folder: Path) -> di
         cases = [case for case in cases if case not in (large_messages, many_small_messages)]
     said: dict[str, Any] = run_cases(rank, name, "gloo", lambda rank: CPU, cases)
     if name == "cuda_ipc":
-        node_memory.node_of_this_rank = lambda: f"{node_of_this_rank()} {rank}"
+        transports.symmetric.node_of_this_rank = lambda: f"{node_of_this_rank()} {rank}"
         transport = TRANSPORTS[name](dist.group.WORLD, "gloo", CPU, 30.0)
         said["other nodes"] = said_by(lambda: transport.warm_up(soon()))
     if name == "nvshmem":
@@ -258,7 +257,7 @@ def in_three_places(rank: int) -> tuple[list[str], list[str]]:
             os.environ["GROUP_RANK"] = str(node)
             nixl.rdma_devices = lambda devices=devices: devices
             if broken:
-                windows.try_out = refuse if rank == 2 else lambda *_: None
+                windows.Windows._try_out = refuse if rank == 2 else lambda *_: None  # type: ignore[method-assign]
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
             transport = automatic(group, "gloo", CPU, 60.0)
             transport.warm_up(soon())

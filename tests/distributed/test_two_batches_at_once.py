@@ -128,6 +128,7 @@ def backward_inside(rank: int, recompute: str) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
 def test_a_backward_pass_inside_is_refused_and_training_goes_on(recompute: str) -> None:
     run_ranks(2, backward_inside, recompute)

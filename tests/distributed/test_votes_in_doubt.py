@@ -174,6 +174,7 @@ def group_in_doubt(rank: int) -> dict[str, Any]:
     return {**said, "same": job.equals(job.still())}
 
 
+@pytest.mark.long
 def test_an_ep_group_all_in_doubt_beside_another_that_is_not_asks_until_it_hears() -> None:
     results = run_ranks(4, group_in_doubt)
     assert [result["unanswered"] for result in results] == [True, True, False, False]
@@ -201,6 +202,7 @@ def copies_not_refreshed(rank: int) -> str:
     return str(broken.value)
 
 
+@pytest.mark.long
 def test_copies_that_cannot_follow_are_named_not_the_experts_that_are_where_they_should_be() -> None:
     for said in run_ranks(RANKS, copies_not_refreshed):
         assert said.startswith("copies of layer") and "connection closed by peer" in said
@@ -242,6 +244,7 @@ def stopped_at_each_point(rank: int) -> dict[str, Any]:
     return {**said, "same": job.equals(job.still())}
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline() -> None:
     results = run_ranks(RANKS, stopped_at_each_point)
     assert all(result["same"] for result in results) and len({result["digest"] for result in results}) == 1
@@ -286,6 +289,7 @@ def whole(job: Job, right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(rows, wanted) for rows, wanted in rows_of(job, right))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", [Phase.STAGED, Phase.DECIDED], ids=lambda phase: phase.value)
 def test_who_outlives_a_killed_rank_holds_whole_experts_of_one_placement(phase: Phase) -> None:
     results = run_ranks(RANKS, killed, phase, expect_exit=(STOPPED,))

@@ -1,5 +1,5 @@
-"""Frameworks that walk the modules of each rank and name its expert ``i`` ``ep_rank * E/R + i``, made right by
-`hosts.walks`: 2 expert-parallel ranks of a Megatron model whose experts are a tensor each (``linear_fc1.weight3``), all
+"""Frameworks that walk the modules of each rank and name its expert ``i`` ``ep_rank * E/R + i``, made right by an
+example: 2 expert-parallel ranks of a Megatron model whose experts are a tensor each (``linear_fc1.weight3``), all
 homes moved, twice.
 
 Walkers in this file stand in for slime, verl (mbridge) and Megatron-Bridge, which are no requirements of these tests.
@@ -28,7 +28,7 @@ from torch import Tensor
 import eplb_runtime as eplb
 from eplb_runtime.moe.experts.registry import MARK
 
-pytestmark = needs_megatron
+pytestmark = [needs_megatron, pytest.mark.long]
 EXPERTS, RANKS = 8, 2
 STATE = dict[str, Tensor]
 walks = load_example("rl_weights")

@@ -219,6 +219,7 @@ def memory(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_a_rank_holds_a_bucket_and_its_consumer_one_tensor() -> None:
     run_ranks(RANKS, memory)
 
@@ -292,6 +293,7 @@ def stops(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_a_consumer_that_stops_or_fails_ends_the_stream_on_all_ranks() -> None:
     run_ranks(RANKS, stops)
 
@@ -324,5 +326,6 @@ def late(rank: int) -> None:
     balancer.close()
 
 
+@pytest.mark.long
 def test_a_rank_that_never_comes_is_waited_for_no_longer_than_was_said() -> None:
     run_ranks(RANKS, late)

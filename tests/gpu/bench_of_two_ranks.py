@@ -14,7 +14,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
-from device import NCCL, device_of  # noqa: E402
+from device import NCCL, SHARED, device_of  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 REPEATS = 5
@@ -27,7 +27,7 @@ def measured(rank: int, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = run_ranks(2, measured, sys.argv[1], backend=NCCL, start_method="spawn")[0]
+    found = run_ranks(2, measured, sys.argv[1], backend=NCCL, start_method="spawn", **SHARED)[0]
     for key, value in found.items():
         for one in value if isinstance(value, list) else [value]:
             print(f"{key}: {json.dumps(one)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import util
 from typing import Any
@@ -14,8 +14,7 @@ from moe_models import batch_of, make_model
 from ranks import run_ranks
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.transports import nixl
+from eplb_runtime.distributed.transports import nixl, symmetric
 from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
 
 DEVICE = torch.device("cuda", 0)
@@ -27,14 +26,8 @@ SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 def share_one_gpu(rank: int) -> None:
     """Let NCCL ranks use the same GPU, before its first communicator: since 2.30 it has a switch for that, older ones
     take ranks with different host ids for different machines and talk through the loopback interface."""
-    os.environ.update(
-        NCCL_MULTI_RANK_GPU_ENABLE="1",
-        NCCL_HOSTID=f"host{rank}",
-        NCCL_SOCKET_IFNAME="lo",
-        NCCL_IB_DISABLE="1",
-        NCCL_NVLS_ENABLE="0",
-        NCCL_MAX_CTAS="8",
-    )
+    os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo")
+    os.environ.update(NCCL_IB_DISABLE="1", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="8")
 
 
 def device_of(rank: int) -> torch.device:
@@ -49,7 +42,7 @@ def why_not(transport: str) -> str:
     """What a transport lacks here; empty: nothing that can be seen without starting it."""
     if transport == "nvshmem":
         return "" if util.find_spec("nvshmem") else "nvshmem4py is not installed"
-    return {"cuda_ipc": lambda: node_memory.why_not(DEVICE), "nixl": nixl.why_not}.get(transport, str)()
+    return {"cuda_ipc": lambda: symmetric.why_not(DEVICE), "nixl": nixl.why_not}.get(transport, str)()
 
 
 def on_gpu(rank: int) -> torch.device:
@@ -77,10 +70,10 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: str = NCCL, **environment: str) -> list:
+def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: str = NCCL) -> list:
     """What a function gives on each rank; skips where NCCL takes one rank on a GPU, and there are too few."""
     try:
-        return run_ranks(size, function, *args, backend=backend, start_method="spawn", **environment)
+        return run_ranks(size, function, *args, backend=backend, start_method="spawn", **SHARED)
     except AssertionError as error:
         if torch.cuda.device_count() < size and "Duplicate GPU" in str(error):
             pytest.skip(f"{torch.cuda.device_count()} GPU, and NCCL {torch.cuda.nccl.version()} takes one rank on each")
@@ -89,6 +82,11 @@ def ranks_on_gpu(size: int, function: Callable[..., Any], *args: Any, backend: s
 
 def goes_on(balancer: eplb.Balancer, step: int) -> bool:
     return step < 24
+
+
+def trained(rank: int, jobs: Sequence[tuple[Any, ...]]) -> list[dict]:
+    """One `train` after the other: a start of ranks costs more than a job."""
+    return [train(rank, *job) for job in jobs]
 
 
 def train(rank: int, settings: dict[str, Any], experts: int = 8, until: Callable[..., bool] = goes_on) -> dict:

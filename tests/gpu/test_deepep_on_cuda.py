@@ -1,6 +1,4 @@
-"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one
-GPU is enough.
-"""
+"""DeepEP itself between two ranks, beside the same dispatch over all-to-all. Function, not speed: one GPU is enough."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from device import DEVICE, on_gpu, ranks_on_gpu
 from transport_contract import random_bytes, soon
 
 from eplb_runtime.config import DispatchConfig
-from eplb_runtime.distributed.transports import TRANSPORTS, deepep_package
+from eplb_runtime.distributed.transports import TRANSPORTS, deepep
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing, wire_format
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
@@ -24,7 +22,7 @@ from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(deepep_package.why_not()), reason=deepep_package.why_not()),
+    pytest.mark.skipif(bool(deepep.why_not()), reason=deepep.why_not()),
 ]
 RANKS, SLOTS, WIDTH, TOP_K = 2, 4, 1024, 4
 ORDERS = "logical", "by_rank"
@@ -122,7 +120,7 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
 
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_small_batches_by_the_low_latency_kernels_are_the_same_to_rounding(in_float8: bool) -> None:
-    if why := deepep_package.no_infiniband():
+    if why := deepep.no_infiniband():
         pytest.skip(why)  # the kernels would trap, which ends the CUDA context
     for of_rank in ranks_on_gpu(RANKS, small_batches, in_float8):
         for (rows, out), (fast_rows, fast_out) in of_rank:

@@ -22,16 +22,8 @@ def expert_layer(implementation: str, dtype: torch.dtype):
     import transformers as hf
 
     torch.manual_seed(0)
-    config = hf.OlmoeConfig(
-        vocab_size=32,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_experts=len(ROWS_OF_EXPERT),
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": 32, "hidden_size": WIDTH, "intermediate_size": INNER, "num_experts": len(ROWS_OF_EXPERT)}
+    config = hf.OlmoeConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_experts_per_tok=2, pad_token_id=0)
     model = hf.OlmoeForCausalLM(config).to(DEVICE, dtype)
     model.set_experts_implementation(implementation)
     return describe(model).layers[0]

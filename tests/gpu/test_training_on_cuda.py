@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from device import DEVICE, NCCL, SHARED, different, no_host_sync, ranks_on_gpu, train, use, why_not
+from device import DEVICE, NCCL, different, no_host_sync, ranks_on_gpu, train, trained, use, why_not
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
-from eplb_runtime.distributed import node_memory
+from eplb_runtime.distributed.transports import symmetric
 from eplb_runtime.events import BalancingResumed
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
@@ -37,6 +37,7 @@ def dispatch_with_known_counts(rank: int) -> None:
     sent = np.bincount(slots.reshape(-1).numpy(), minlength=EXPERTS)
     counts, slots = RowCounts(sent, sent.reshape(1, EXPERTS)), slots.to(DEVICE)
     dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, EXPERTS))
+    dispatcher._deduplicates[dist.group.WORLD] = False  # as where each choice is a row: else counts are exchanged
     dispatcher.plan(slots, counts)  # tables that stay are brought to the device once
     with no_host_sync():
         arrived = dispatcher.dispatch(hidden, weight, dispatcher.plan(slots, counts))
@@ -60,9 +61,8 @@ def move_at(steps: tuple[int, ...], balancer: eplb.Balancer, step: int) -> bool:
 
 
 def test_moving_experts_between_slots_changes_no_bit() -> None:
-    fixed, again, moved = (
-        ranks_on_gpu(1, train, {}, EXPERTS, partial(move_at, steps))[0] for steps in ((), (), (2, 5, 6, 9))
-    )
+    jobs = [({}, EXPERTS, partial(move_at, steps)) for steps in ((), (), (2, 5, 6, 9))]
+    ((fixed, again, moved),) = ranks_on_gpu(1, trained, jobs)
     assert different(fixed, again) == [], "training on this GPU does not repeat itself even without migration"
     assert different(fixed, moved) == []
 
@@ -85,9 +85,7 @@ def gloo_all_to_all(rank: int) -> str:
 def test_training_is_bit_identical_with_and_without_migration(backend: str) -> None:
     if backend == "gloo" and (refused := ranks_on_gpu(2, gloo_all_to_all, backend="gloo")[0]):
         pytest.skip(f"gloo does not dispatch tokens of a GPU: {refused}")
-    for fixed, again, moved in zip(
-        *(ranks_on_gpu(2, train, s, backend=backend) for s in ({}, {}, MOVING)), strict=True
-    ):
+    for fixed, again, moved in ranks_on_gpu(2, trained, [({},), ({},), (MOVING,)], backend=backend):
         assert different(fixed, again) == [], "training does not repeat itself even without migration"
         assert moved["aborted"] == [] and moved["committed"] >= 2
         assert different(fixed, moved) == []
@@ -98,14 +96,13 @@ def test_experts_that_move_beside_training_change_no_bit(transport: str) -> None
     if why := why_not(transport):
         pytest.skip(why)
     beside = {**MOVING, "overlap": True, "migration": eplb.MigrationConfig(transport=transport)}
-    for fixed, moved in zip(*(ranks_on_gpu(2, train, settings) for settings in ({}, beside)), strict=True):
+    for fixed, moved in ranks_on_gpu(2, trained, [({},), (beside,)]):
         assert moved["aborted"] == [] and moved["committed"] >= 1
         assert different(fixed, moved) == []
 
 
 def test_replica_slots_train_over_nccl() -> None:
-    of_both = (ranks_on_gpu(2, train, {**MOVING, "replica_slots": slots}) for slots in (0, 1))
-    for fixed, copied in zip(*of_both, strict=True):
+    for fixed, copied in ranks_on_gpu(2, trained, [({**MOVING, "replica_slots": slots},) for slots in (0, 1)]):
         assert copied["aborted"] == []
         assert copied["losses"] == pytest.approx(fixed["losses"], rel=0.05)
 
@@ -131,18 +128,15 @@ def refreshed(waits: bool, balancer: eplb.Balancer, step: int) -> bool:
 
 def test_training_by_copy_engines_is_what_it_is_by_nccl_to_the_bit_and_no_host_waits() -> None:
     """Each rank has a copy of an expert of the other."""
-    if lacks := node_memory.why_not(DEVICE):
+    if lacks := symmetric.why_not(DEVICE):
         pytest.skip(lacks)
     usual: dict[str, Any] = {
         "replica_slots": 1,
         "initial_placement": copied(2, {4: 5, 9: 1}),
         "dispatch": eplb.DispatchConfig(split_least_tokens=0),
     }
-    by_torch, by_other = (
-        ranks_on_gpu(2, train, {**usual, "copies_by": way}, EXPERTS, partial(refreshed, way == "torch"), **SHARED)
-        for way in ("torch", "copy_engine")
-    )
-    for one, other in zip(by_torch, by_other, strict=True):
+    ways = [({**usual, "copies_by": w}, EXPERTS, partial(refreshed, w == "torch")) for w in ("torch", "copy_engine")]
+    for one, other in ranks_on_gpu(2, trained, ways):
         assert different(one, other) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from device import SHARED, device_of, on_gpu, ranks_on_gpu, why_not
+from device import device_of, on_gpu, ranks_on_gpu, why_not
 from transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.distributed.bandwidth import measure
@@ -26,7 +26,8 @@ def said(request: pytest.FixtureRequest) -> list[dict]:
     name, backend = request.param
     if why := why_not(name):
         pytest.skip(why)
-    return ranks_on_gpu(RANKS, run_cases, name, backend, device_of, CASES, **SHARED)
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    return ranks_on_gpu(RANKS, run_cases, name, backend, device_of, [case for case in CASES if case in asked])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

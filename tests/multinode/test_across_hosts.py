@@ -86,6 +86,7 @@ def test_no_more_bytes_cross_a_cable_than_must(
         assert first["within"]["least"] == 0
 
 
+@pytest.mark.long
 def test_a_cable_cut_during_a_rebalance_costs_that_rebalance_and_nothing_else(
     make_cluster: MakeCluster, tmp_path: Path
 ) -> None:

@@ -27,7 +27,6 @@ def run(
     processes: int = 3,
     bouts: int = 20,
     settings: tuple[str, ...] = tuple(SETTINGS),
-    logs: str = "",
 ) -> dict[str, Any]:
     """Start ranks on this machine, life after life.
 
@@ -37,7 +36,6 @@ def run(
         processes: ranks of the job.
         bouts: in a life; then a rank is killed.
         settings: names in `life.SETTINGS`, which lives take in turn.
-        logs: a folder for each rank's log; empty: nothing is kept.
 
     Returns:
         JSON-able: ``passed`` (nothing ``failed``: no ranks parted, no bit differed, no job ended but by a kill, nothing
@@ -48,7 +46,7 @@ def run(
     drawn, reached, counts = Counter[Any](), Counter[Any](), Counter[str]()
     failed: list[dict[str, Any]] = []
     while not number or time.monotonic() < ends:
-        life = Life(number, seed, settings[number % len(settings)], bouts, ends, logs)
+        life = Life(number, seed, settings[number % len(settings)], bouts, ends)
         ranks.FINISH_SECONDS = max(0.0, ends - time.monotonic()) + 3 * HANG_SECONDS
         error, said = "", []
         try:

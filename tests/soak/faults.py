@@ -1,4 +1,4 @@
-"""Faults of one rank at the named points of the protocol (`distributed.points.Phase`), drawn at random.
+"""Faults of one rank at the named points of the protocol (`distributed.consensus.Phase`), drawn at random.
 
 A new point joins by its name. A rank acts on a draw where it comes to the point. What it breaks mends by itself, but
 for a rank that is killed.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eplb_runtime.balancer.balancer import Balancer
-from eplb_runtime.distributed.points import Phase
+from eplb_runtime.distributed.consensus import Phase
 from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 
 KILL, ALL_RANKS = "kill", -1

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import logging
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from torch import Tensor
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint.state import logical_state_dict
 from eplb_runtime.config import BalancerConfig, MigrationConfig
-from eplb_runtime.distributed.consensus import all_equal
-from eplb_runtime.distributed.points import Phase
+from eplb_runtime.distributed.consensus import Phase, all_equal
 from eplb_runtime.events import BalancingResumed, Event, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.hosts import attach
 from eplb_runtime.migration.engine import MigrationBroken
@@ -65,7 +64,6 @@ class Life:
         settings: a name in `SETTINGS`.
         bouts: of faults.
         ends: by `time.monotonic`; no bout begins later.
-        logs: a folder for each rank's log; empty: nothing is kept.
     """
 
     number: int
@@ -73,7 +71,6 @@ class Life:
     settings: str
     bouts: int
     ends: float
-    logs: str
 
     @property
     def chance(self) -> random.Random:
@@ -87,11 +84,6 @@ def victim_of(life: Life, ranks: int) -> int:
 
 def live(rank: int, life: Life) -> dict[str, Any]:
     """The life of one rank; JSON-able."""
-    if life.logs:
-        Path(life.logs).mkdir(parents=True, exist_ok=True)
-        form = "%(asctime)s %(threadName)s %(levelname)s %(message)s"
-        logging.basicConfig(filename=f"{life.logs}/life-{life.number}-rank-{rank}.log", format=form)
-        logging.getLogger("eplb_runtime").setLevel(logging.DEBUG)
     return Soak(life).run()
 
 
@@ -107,11 +99,9 @@ class _SoakJob:
         self._work = work
         self._dtype = torch.float32 if exact else torch.float64
         self.model = MoEStack(work, "grouped_mm" if exact else "eager").to(self._dtype)
-        parameters = self.model.parameters()
         # Adam would make large differences of those that copies make in rounding.
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(parameters, lr=1e-4) if exact else torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
-        )
+        make = partial(torch.optim.AdamW, lr=1e-4) if exact else partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+        self.optimizer = make(self.model.parameters())
         self.balancer: Balancer = attach(self.model, self.optimizer, config=config)
         self.model.train()
         self.steps = 0
@@ -160,7 +150,7 @@ class Soak:
     def run(self) -> dict[str, Any]:
         """``counts``; ``drawn``: points, faults, and whether each happened; and the ``digest`` of `_outlive`."""
         try:
-            self._until("a first rebalance", self._has_committed())
+            self._until_committed()
             for drawn in self._draws:
                 self._bout(drawn)
                 gc.collect()  # errors keep what they passed through, connections too
@@ -185,7 +175,7 @@ class Soak:
         left = [self._anywhere(self._faults.waits_for(draw)) for draw in drawn]
         self._drawn += [(draw.point.value, draw.fault, not one) for draw, one in zip(drawn, left, strict=True)]
         self._faults.arm([])
-        self._until("a rebalance after the faults", self._has_committed())
+        self._until_committed()
         own, right = self._job.state(), self._twin.state()
         differ = [name for name in own.keys() | right.keys() if not self._equal(own[name], right[name])]
         if differ:
@@ -249,14 +239,10 @@ class Soak:
                 return False
         return True
 
-    def _until(self, what: str, holds: Callable[[], bool]) -> None:
-        if not self._steps_until(holds, RECOVERY_SECONDS):
-            raise SoakFailed(f"step {self._job.steps}: {what} did not come within {RECOVERY_SECONDS:g} s")
-
-    def _has_committed(self) -> Callable[[], bool]:
-        """Whether a rebalance has since."""
+    def _until_committed(self) -> None:
         before = self._seen[RebalanceCommitted]
-        return lambda: self._seen[RebalanceCommitted] > before
+        if not self._steps_until(lambda: self._seen[RebalanceCommitted] > before, RECOVERY_SECONDS):
+            raise SoakFailed(f"step {self._job.steps}: no rebalance came within {RECOVERY_SECONDS:g} s")
 
     def _anywhere(self, holds: bool) -> bool:
         """Whether it holds on any rank, as all see it."""

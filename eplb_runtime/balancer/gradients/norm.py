@@ -36,10 +36,6 @@ class RangesOfSlots:
     gradients: Sequence[Tensor | None]
     ranges: Sequence[Ranges]
 
-    def kept_at(self, place: int) -> Iterator[tuple[Tensor | None, tuple[int, int]]]:
-        """The gradient and the range of each slot at this place among the ranks."""
-        return zip(self.gradients, (ranges[place] for ranges in self.ranges), strict=True)
-
 
 Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
 """Gradients of all experts of a layer that are here, for one of their tensors; empty: there are none."""
@@ -134,7 +130,8 @@ def squares_of_slots(
     """Return for each of ``layers`` float64 ``[slots]``: squared 2-norms, equal on all ranks of the group.
     Collective."""
     flats = []
-    for gradient, (first, end) in (pair for one in layers for pair in one.kept_at(place)):
+    slots = (pair for one in layers for pair in zip(one.gradients, one.ranges, strict=True))
+    for gradient, (first, end) in ((gradient, ranges[place]) for gradient, ranges in slots):
         if gradient is not None and gradient.numel() not in (0, end - first):
             raise RuntimeError(
                 f"a gradient has {gradient.numel()} elements, and {end - first} of its expert are stepped on this rank"

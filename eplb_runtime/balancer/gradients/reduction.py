@@ -28,7 +28,6 @@ from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
 from ..loop_state import LoopHooks, LoopState
 from ..runtime import Runtime
-from ..tensors import ModelTensors
 from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_of_experts
 
 BUCKET_BYTES = 32 << 20
@@ -42,8 +41,8 @@ class Gradients(LoopHooks):
     """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
     Without an optimizer a backward pass through experts is refused."""
 
-    def __init__(self, runtime: Runtime, tensors: ModelTensors, loop: LoopState) -> None:
-        groups = runtime.groups
+    def __init__(self, runtime: Runtime, loop: LoopState) -> None:
+        groups, tensors = runtime.groups, loop.tensors
         self._runtime, self._loop = runtime, loop
         self._registry = runtime.registry
         self._replicas = runtime.maps.replicas
@@ -258,7 +257,6 @@ class Averaging:
         self._any_may_bring_it = group.size() == divisor
         self._hooked_by_caller = hooked_by_caller
         self._watched: set[Tensor] = set()
-        self._joined = 0
         self._arrived: set[Tensor] = set()
         self._any_taken = False
         self._alike: set[Tensor] = set()
@@ -269,7 +267,7 @@ class Averaging:
     @property
     def has_new(self) -> bool:
         """Return whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
-        self._join()
+        self._watch_all()
         return self._any_taken or bool(self._arrived)
 
     @property
@@ -306,7 +304,7 @@ class Averaging:
             RuntimeError: a gradient that was used was then rewritten in place, and no backward pass has run since; or
                 one was replaced that one rank alone may bring.
         """
-        self._join()
+        self._watch_all()
         parameters = list(self._parameters.values())
         if not parameters:
             return
@@ -333,7 +331,6 @@ class Averaging:
         if gradient is None:
             self._alike.discard(parameter)
             return TAKEN if parameter in self._arrived else NONE
-        self._watch(parameter)
         if parameter in self._arrived or parameter not in self._alike or (first and parameter in self._captured):
             return NEW
         if not first:
@@ -390,11 +387,8 @@ class Averaging:
             elif self._divisor != 1:
                 gradient.mul_(self._divisor)
 
-    def _join(self) -> None:
+    def _watch_all(self) -> None:
         """Watch parameters that have joined since the last call, or are trained since."""
-        if self._joined == len(self._parameters):
-            return
-        self._joined = len(self._parameters)
         for parameter in self._parameters.values():
             self._watch(parameter)
 

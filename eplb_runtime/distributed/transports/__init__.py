@@ -3,7 +3,6 @@ what each rank finds, one choice for all ranks, and torch where the choice does 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ...utils.errors import one_line
-from .. import node_memory
-from ..consensus import first_problem, gather_bytes
-from ..node_memory import node_of_this_rank
-from . import nixl
+from ..consensus import first_problem, gather_json
+from . import nixl, symmetric
 from .base import Transport, TransportError
-from .cuda_ipc import CudaIpc
 from .deepep import DeepEP
 from .nixl import Nixl
 from .nvshmem import Nvshmem
+from .symmetric import CudaIpc, node_of_this_rank
 from .torch_p2p import TorchPointToPoint
 
 logger = logging.getLogger("eplb_runtime")
@@ -29,7 +26,7 @@ logger = logging.getLogger("eplb_runtime")
 def why_rather_not(device: torch.device) -> dict[str, str]:
     """Return why this rank would rather not use each transport that can be chosen, or "". Connects nothing."""
     has_rdma = device.type == "cpu" and nixl.rdma_devices()
-    return {"cuda_ipc": node_memory.why_not(device), "nixl": nixl.why_not() if has_rdma else "no RDMA between CPUs"}
+    return {"cuda_ipc": symmetric.why_not(device), "nixl": nixl.why_not() if has_rdma else "no RDMA between CPUs"}
 
 
 def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> tuple[str, str]:
@@ -45,8 +42,7 @@ def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, time
     """Return the transport that works on every rank, warmed up unless it is torch's. Collective, and in time."""
     arguments, deadline = (group, backend, device, timeout_seconds), time.monotonic() + timeout_seconds
     torch_own = TorchPointToPoint(*arguments)
-    mine = json.dumps([node_of_this_rank(), why_rather_not(device)]).encode()
-    said = [json.loads(word) for word in gather_bytes(mine, group, torch_own.device, deadline)]
+    said = gather_json([node_of_this_rank(), why_rather_not(device)], group, torch_own.device, deadline)
     name, why = choose([node for node, _ in said], [lacking for _, lacking in said])
     made: Transport | None = None
     if name != "torch":

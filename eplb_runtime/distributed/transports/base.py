@@ -1,15 +1,25 @@
-"""The contract of transports: they post messages and return a `Pending` to poll, wait for or abort."""
+"""The contract of transports: they post messages and return a `Pending` to poll, wait for or abort. Parts that several
+share: the state of messages that a thread carries, a stream next to the training one, and waits with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...utils.worker import Worker
 from ..consensus import TransportError as TransportError
+from ..consensus import gather_json
+
+POLL_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
@@ -37,16 +47,14 @@ class Pending(ABC):
         """Return whether this one of the messages received is here; transports that cannot tell wait for all."""
         return self.poll()
 
-    @abstractmethod
     def wait(self, deadline: float) -> None:
-        """Until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
-
-        Args:
-            deadline: a time of `time.monotonic`, in seconds.
-
-        Raises:
-            TransportError: it has failed, or the deadline passed and it was aborted.
-        """
+        """Wait until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
+        TransportError: it has failed, or the deadline (of `time.monotonic`) passed and it was aborted."""
+        while not self.poll():
+            if time.monotonic() > deadline:
+                self.abort()
+                raise TransportError("messages were not through in time")
+            time.sleep(POLL_SECONDS)
 
     @abstractmethod
     def abort(self) -> None:
@@ -81,27 +89,82 @@ class PendingGroup(Pending):
             raise
 
 
+class PendingMessages(Pending):
+    """Messages in flight, counted by the transport's thread: how many are left, until when, why they have failed.
+    ``awaited``: numbers of those received that are not here. ``finished`` is set when all are done, or none will be."""
+
+    def __init__(
+        self, left: int, awaited: Iterable[int], end: float, give_up: Callable[[PendingMessages, str], None]
+    ) -> None:
+        self._give_up = give_up
+        self._awaited = set(awaited)
+        self.left = left
+        self.end = end
+        self.problem = ""
+        self.finished = threading.Event()
+        if not left:
+            self.finished.set()
+
+    def has(self, index: int) -> bool:
+        return self.poll() or index not in self._awaited
+
+    def one_done(self, number: int | None) -> None:
+        """Count a message that was sent, or this one of those received."""
+        self._awaited.discard(-1 if number is None else number)
+        self.left -= 1
+        if self.left == 0:
+            self.finished.set()
+
+    def fail(self, problem: str) -> None:
+        if not self.finished.is_set():
+            self.problem = problem
+            self.finished.set()
+
+    def poll(self) -> bool:
+        if self.finished.is_set() and self.problem:
+            raise TransportError(self.problem)
+        return self.finished.is_set()
+
+    def wait(self, deadline: float) -> None:
+        if not self.finished.wait(max(0.0, deadline - time.monotonic())):
+            self._give_up(self, "messages were not through in time")
+        if not self.poll():
+            raise TransportError("messages were abandoned, and their state is unknown")
+
+    def abort(self) -> None:
+        self._give_up(self, "messages were aborted")
+
+
 class Transport(ABC):
     """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
 
     After a `TransportError` or an abort the owner makes a new one; the owner also destroys the groups it was made on.
-    """
 
-    device: torch.device
-    """Where messages have to be: the model's device, or the CPU when the transport needs host memory."""
-    one_by_one: bool = False
-    """Whether what two ranks send each other may be posted at different times: all of what comes first, then bit by bit
-    what goes. Others want both in one call."""
+    Args:
+        group: its ranks; ``backend`` is its backend's name.
+        device: the model's.
+        timeout_seconds: for what is posted, whatever the deadline.
+        package: used in the place of the transport's library.
+
+    Attributes:
+        device: where messages have to be: the model's device, or the CPU when the transport needs host memory.
+    """
 
     in_order: bool = False
     """True if its messages are kernels that wait for their peers on the device. Those and the host's collectives must
     be launched in one order on all ranks, or each may keep the other from a device: `post` is called by the thread
     that trains, at the same place of a step on every rank."""
 
-    _timeout: float
+    def __init__(
+        self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
+    ) -> None:
+        self.device = device
+        self._group, self._rank, self._num_ranks = group, group.rank(), group.size()
+        self._group_device = torch.device("cpu") if backend == "gloo" else device
+        self._timeout, self._package = timeout_seconds, package
 
     def wait_at_most(self, seconds: float) -> None:
-        """Give what is posted from here on so long, whatever the deadline, in the place of what it was made with."""
+        """Replace the timeout, for what is posted from here on."""
         self._timeout = seconds
 
     @abstractmethod
@@ -113,10 +176,86 @@ class Transport(ABC):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Begin to send and receive. What is sent has been computed by the current stream; nothing waits here."""
 
-    @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
+        """Return uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (it may have nothing of its own)
         """Give back what is the transport's own; nothing may be pending."""
+
+    def _gather(self, mine: Any, deadline: float) -> list[Any]:
+        """Return what each rank says, in JSON. Collective."""
+        return gather_json(mine, self._group, self._group_device, deadline)
+
+    def _to_others(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[Message], dict[int, Message]]:
+        """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers;
+        this rank's own are copied at once."""
+        own = ([message.data for message in messages if message.peer == self._rank] for messages in (receives, sends))
+        for arrived, sent in zip(*own, strict=True):
+            arrived.copy_(sent)
+        others = [
+            {n: message for n, message in enumerate(messages) if message.peer != self._rank and message.data.numel()}
+            for messages in (sends, receives)
+        ]
+        return list(others[0].values()), others[1]
+
+    def _try_out(self, deadline: float) -> None:
+        """Send a byte to each other rank, and receive one from each, in one call."""
+        out, arrived = self.empty(1).zero_(), self.empty(self._num_ranks)
+        others = [peer for peer in range(self._num_ranks) if peer != self._rank]
+        receives = [Message(peer, arrived[peer : peer + 1]) for peer in others]
+        self.post([Message(peer, out) for peer in others], receives).wait(deadline)
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+LEFT_SECONDS = 5.0
+"""Longest wait for work that is still on a stream, as when a rank gives up."""
+
+
+class SideStream:
+    """Where writes and copies run in order; on a CPU they are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.pointer = 0 if self._stream is None else self._stream.cuda_stream
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            yield
+
+    def after_current(self) -> None:
+        """Let what comes from here on run after what the current stream has to do now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def mark(self) -> Callable[[], bool]:
+        """Asks whether all so far is done."""
+        if self._stream is None:
+            return lambda: True
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.query
+
+
+def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
+    """Ask again and again until it is done; TransportError: the deadline passed."""
+    while not done():
+        if time.monotonic() > deadline:
+            raise TransportError(f"{what} was not done in time")
+        time.sleep(POLL_SECONDS)
+
+
+def synchronize(device: torch.device, deadline: float) -> None:
+    """Wait until all that the device has to do is done; TransportError: the deadline passed."""
+    if device.type == "cuda":
+        worker = Worker("eplb_runtime transport")
+        try:
+            worker.do(lambda: torch.cuda.synchronize(device), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise TransportError("the device's work did not end in time") from error
+        finally:
+            worker.close(0.0)

@@ -6,14 +6,18 @@ calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's
 is by its router weight, which DeepEP carries along: so nothing depends on the order in which rows arrive, and a row
 that is lost is noticed.
 
-The buffer is the one that tokens go by; it is kept when groups are made again.
+A buffer cannot be taken down by one rank (its end waits for all ranks on their GPUs), so a process keeps it. Tokens and
+experts go through the same one. Nothing of the package is imported unless asked for.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
+import inspect
 import time
 from collections.abc import Iterator, Sequence
+from importlib import util
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,12 +26,18 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.errors import one_line
-from ..consensus import gather_bytes
-from ..node_memory import node_of_this_rank
-from . import deepep_package
-from .base import Message, Pending, PendingGroup, Transport, TransportError
-from .progress import SideStream, to_others, try_out, wait_until
+from .base import Message, Pending, PendingGroup, SideStream, Transport, TransportError, wait_until
+from .nixl import rdma_devices
+from .nvshmem import claim
+from .symmetric import node_of_this_rank
 
+INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
+NUM_SMS = 20
+"""Multiprocessors for communication, DeepEP's own choice."""
+RANKS_OF_A_NODE = 8
+"""Ranks of one node in DeepEP's kernels where there are several nodes."""
+SIZED_FOR_ROW_BYTES = 16 << 10
+"""So that one buffer serves rows of all widths."""
 ROW_BYTES = 14336
 """A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
 CHUNK_BYTES = 128 << 20
@@ -36,64 +46,155 @@ _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
 
 
+# -- the package: whether this process can use it, and the buffers that its users share --------------------------------
+
+
+def why_not(device: torch.device | None = None) -> str:
+    """Return why this process cannot use DeepEP, or "". Imports nothing."""
+    if device is not None and device.type != "cuda":
+        return f"it carries between GPUs, and this model is on {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return "it is for Hopper and newer"
+    return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
+
+
+def no_infiniband() -> str:
+    """Return why the low-latency kernels cannot run on this machine, or "". They send by InfiniBand's queue pairs, also
+    inside a node, and without any they trap, which ends the CUDA context."""
+    if rdma_devices():
+        return ""
+    return "low_latency_tokens needs InfiniBand, and /sys/class/infiniband has no device: leave low_latency_tokens out"
+
+
+def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
+    """Return why DeepEP cannot carry between so many ranks, or ""."""
+    if num_ranks <= RANKS_OF_A_NODE:
+        if num_ranks not in (2, 4, 8):
+            return f"it carries between 2, 4 or 8 ranks of a node, not {num_ranks}"
+        if ranks_per_node < num_ranks:
+            return (
+                f"up to {RANKS_OF_A_NODE} ranks must share a node, and these {num_ranks} have {ranks_per_node} on each"
+            )
+    elif num_ranks % RANKS_OF_A_NODE or ranks_per_node % RANKS_OF_A_NODE:
+        return f"across nodes it wants {RANKS_OF_A_NODE} ranks of each, not {ranks_per_node} of {num_ranks}"
+    return ""
+
+
+def imported(asked: str = "dispatch='deepep'") -> Any:
+    """Return the package `deep_ep`, or raise ConfigError with the setting that wants it."""
+    try:
+        package = importlib.import_module("deep_ep")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{asked} needs the package deep_ep (no module {error.name}): {INSTALL}") from None
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ConfigError(f"{asked}: the package deep_ep cannot be imported ({one_line(error)}): {INSTALL}") from None
+    if not hasattr(package, "Buffer"):
+        raise ConfigError(f"this version of the package deep_ep has no Buffer: {INSTALL}")
+    return package
+
+
+def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
+    """Return DeepEP's own settings for so many ranks, with the multiprocessors that were set last: there, and back."""
+    if num_ranks > RANKS_OF_A_NODE:
+        between_nodes = getattr(package.Buffer, "internode_dispatch", package.Buffer.dispatch)
+        if "num_worst_tokens" not in inspect.signature(between_nodes).parameters:
+            raise ConfigError(f"this version of deep_ep takes no num_worst_tokens between nodes: {INSTALL}")
+    try:
+        return package.Buffer.get_dispatch_config(num_ranks), package.Buffer.get_combine_config(num_ranks)
+    except AssertionError:
+        raise ConfigError(f"dispatch='deepep' has no settings for {num_ranks} ranks") from None
+
+
+def refuse_filled_memory() -> None:
+    """DeepEP's kernels write on a stream of their own, and torch would fill the same memory on the first one."""
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "DeepEP and torch.use_deterministic_algorithms(True): set "
+            "torch.utils.deterministic.fill_uninitialized_memory = False, or fresh memory is filled over what arrives"
+        )
+
+
+def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) -> Any:
+    """Return a buffer between the ranks of a group, for rows of any width that one call takes. Collective."""
+    ranks = group.size()
+    if ranks > RANKS_OF_A_NODE and (why := claim("DeepEP between nodes", group)):
+        raise ConfigError(
+            f"DeepEP carries between nodes by NVSHMEM: {why}; no buffer for two batches at once, for other "
+            "sms or another EP group"
+        )
+    sizes = [
+        (
+            config.get_nvl_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks),
+            config.get_rdma_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks) if ranks > RANKS_OF_A_NODE else 0,
+        )
+        for config in (there, back)
+    ]
+    nvlink, rdma = (max(column) for column in zip(*sizes, strict=True))
+    return package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
+
+
+def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: Any, back: Any) -> Any:
+    """Return the one buffer of so many multiprocessors between these ranks, for tokens and experts. The first call
+    makes it, and is collective."""
+    key = id(package), tuple(dist.get_process_group_ranks(group)), num_sms
+    if key not in _buffers:
+        _buffers[key] = new_buffer(package, group, there, back)
+    return _buffers[key]
+
+
+_buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
+
+
+# -- the transport -----------------------------------------------------------------------------------------------------
+
+
 class DeepEP(Transport):
     """Carries by `deep_ep.Buffer`. Every rank of the group posts equally often, also where it has no messages."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backend: str,
-        device: torch.device,
-        timeout_seconds: float,
-        package: Any = None,
+        self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
         if package is None and device.type != "cuda":
-            raise TransportError(f"transport 'deepep': {deepep_package.why_not(device)}")
-        self.device = device
-        self._group = group
-        self._group_device = torch.device("cpu") if backend == "gloo" else device
-        self._rank, self._num_ranks = group.rank(), group.size()
+            raise TransportError(f"transport 'deepep': {why_not(device)}")
+        super().__init__(group, backend, device, timeout_seconds, package)
         self._most_rows = max(1, CHUNK_BYTES // ROW_BYTES // self._num_ranks)  # from one rank to another in a call
-        self._timeout = timeout_seconds
-        self._package = package
         self._stream = SideStream(device)
         self._problem = "it is not warmed up"
 
     def warm_up(self, deadline: float) -> None:
         problem, package = "", self._package
         if package is None:
-            problem = deepep_package.why_not(self.device)
+            problem = why_not(self.device)
             try:
-                package = package if problem else deepep_package.imported(asked="transport='deepep'")
+                package = package if problem else imported(asked="transport='deepep'")
             except ConfigError as error:
                 problem = str(error)
-        word = json.dumps([node_of_this_rank(), problem]).encode()
-        said = [json.loads(one) for one in gather_bytes(word, self._group, self._group_device, deadline)]
+        said = self._gather([node_of_this_rank(), problem], deadline)
         nodes = [node for node, _ in said]
         problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
-            problem = deepep_package.why_not_between(self._num_ranks, min(nodes.count(node) for node in nodes))
+            problem = why_not_between(self._num_ranks, min(nodes.count(node) for node in nodes))
         if problem:
             raise TransportError(f"transport 'deepep': {problem}")
         self._problem = ""
         if self._num_ranks == 1:
             return
         try:
-            sms = deepep_package.NUM_SMS
-            package.Buffer.set_num_sms(sms)
-            self._there, back = deepep_package.settings(package, self._num_ranks)
-            self._takes_bound = deepep_package.takes_bound(package, self._num_ranks)
-            deepep_package.refuse_filled_memory()
-            self._buffer = deepep_package.shared_buffer(package, self._group, sms, self._there, back)
+            package.Buffer.set_num_sms(NUM_SMS)
+            self._there, back = settings(package, self._num_ranks)
+            refuse_filled_memory()
+            self._buffer = shared_buffer(package, self._group, NUM_SMS, self._there, back)
         except (RuntimeError, AssertionError, ConfigError) as error:
             raise TransportError(f"transport 'deepep': {one_line(error)}") from error
-        try_out(self, (peer for peer in range(self._num_ranks) if peer != self._rank), deadline)
+        self._try_out(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Send and receive; all of it is done then. Collective."""
         if self._problem:
             raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
-        out, into = to_others(self._rank, sends, receives)
+        out, into = self._to_others(sends, receives)
         if self._num_ranks > 1:
             self._stream.after_current()
             try:
@@ -103,94 +204,53 @@ class DeepEP(Transport):
                 raise TransportError(self._problem) from error
         return PendingGroup()
 
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
     def close(self) -> None:
         """The buffer stays: taking it down would wait for all ranks."""
         self._problem = self._problem or "it is closed"
 
     def _carry(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> None:
-        most = self._most_rows
-        rows_RR = [[-(-nbytes // ROW_BYTES) for nbytes in sent_R] for sent_R in self._agree(sends, receives, deadline)]
+        most, rows_RR = self._most_rows, -(-self._agree(sends, receives, deadline) // ROW_BYTES)
         whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
-        for first in range(0, max(map(max, rows_RR)), most):  # also after a loss: the others make these calls too
-            part_RR = [[min(max(rows - first, 0), most) for rows in rows_R] for rows_R in rows_RR]
+        for first in range(0, int(rows_RR.max()), most):  # also after a loss: the others make these calls too
             with self._stream():
-                whole = self._call(sends, receives, part_RR, first, deadline) and whole
+                whole = self._call(sends, receives, (rows_RR - first).clamp(0, most), first, deadline) and whole
         if not whole:
             raise TransportError("rows did not arrive as they were sent")
 
-    def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> list[list[int]]:
+    def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> Tensor:
         """Return bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls."""
         sizes = [[0] * self._num_ranks for _ in range(2)]
         for of_peer, messages in zip(sizes, (sends, receives), strict=True):
             for message in messages:
                 of_peer[message.peer] += message.data.numel()
         try:
-            said = gather_bytes(json.dumps(sizes).encode(), self._group, self._group_device, deadline)
+            sent_RR, awaited_RR = torch.tensor(self._gather(sizes, deadline)).unbind(1)
             # A rank that gave up before does not come to this one, so no GPU waits for it.
-            gather_bytes(b"", self._group, self._group_device, max(deadline, time.monotonic()) + _GRACE_SECONDS)
+            self._gather(None, max(deadline, time.monotonic()) + _GRACE_SECONDS)
         except TransportError as error:
             raise TransportError(f"not every rank has come to this round in time: {error}") from error
-        of_ranks = [json.loads(word) for word in said]
-        for source, (sent_R, _) in enumerate(of_ranks):
-            for peer, nbytes in enumerate(sent_R):
-                awaited = of_ranks[peer][1][source]
-                if nbytes != awaited:
-                    raise TransportError(
-                        f"EP rank {source} sends {nbytes} bytes where EP rank {peer} waits for {awaited}"
-                    )
-        return [sent_R for sent_R, _ in of_ranks]
+        for source, peer in (sent_RR != awaited_RR.T).nonzero().tolist():
+            sent, awaited = int(sent_RR[source, peer]), int(awaited_RR[peer, source])
+            raise TransportError(f"EP rank {source} sends {sent} bytes where EP rank {peer} waits for {awaited}")
+        return sent_RR
 
     def _call(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        rows_RR: Sequence[Sequence[int]],
-        first: int,
-        deadline: float,
+        self, sends: Sequence[Message], receives: Sequence[Message], rows_RR: Tensor, first: int, deadline: float
     ) -> bool:
         """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
-        going_R, coming_R = rows_RR[self._rank], [rows_R[self._rank] for rows_R in rows_RR]
-        count = max(1, sum(going_R))  # where nothing goes, a row to no rank, of number 0
-        to_N1, numbers_N1 = torch.full((count, 1), -1, dtype=torch.int64), torch.zeros(count, 1)
-        rows_NC = torch.empty(count, ROW_BYTES, dtype=torch.uint8, device=self.device)
-        begin = 0
-        for peer, rows in enumerate(going_R):
-            part = slice(begin, begin + rows)
-            to_N1[part], numbers_N1[part, 0] = peer, self._numbers(self._rank, rows)
-            for piece, place in _pieces(sends, peer, first, rows):
-                rows_NC[part].view(-1)[place].copy_(piece, non_blocking=True)
-            begin += rows
+        going_R, coming_R = rows_RR[self._rank].tolist(), rows_RR[:, self._rank].tolist()
+        to_N1 = torch.repeat_interleave(rows_RR[self._rank])[:, None]
+        numbers_N1 = torch.cat([self._numbers(self._rank, rows) for rows in going_R])[:, None]
+        if not len(to_N1):  # where nothing goes, a row to no rank, of number 0
+            to_N1, numbers_N1 = torch.full((1, 1), -1), torch.zeros(1, 1)
+        rows_NC = torch.empty(len(to_N1), ROW_BYTES, dtype=torch.uint8, device=self.device)
+        for own, place in _parts(sends, rows_NC, going_R, first):
+            place.copy_(own, non_blocking=True)
         to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
         expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
-        of_node = deepep_package.RANKS_OF_A_NODE
+        of_node = RANKS_OF_A_NODE
         here = self._rank // of_node * of_node  # what crosses to a node comes by the rank of the same place there
-        passing = sum(sum(rows_R[here : here + of_node]) for rows_R in rows_RR[self._rank % of_node :: of_node])
-        room = max(1, len(expected_M), passing)
-        numbers_M, arrived_MC = self._dispatch(rows_NC, to_N1, numbers_N1, len(expected_M), room)
-        on_host = numbers_M.to("cpu", non_blocking=True)
-        wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
-        if not torch.equal(on_host, expected_M):
-            return False
-        begin = 0
-        for source, rows in enumerate(coming_R):
-            for piece, place in _pieces(receives, source, first, rows):
-                piece.copy_(arrived_MC[begin : begin + rows].view(-1)[place], non_blocking=True)
-            begin += rows
-        wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
-        return True
-
-    def _numbers(self, source: int, rows: int) -> Tensor:
-        """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
-        return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
-
-    def _dispatch(
-        self, rows_NC: Tensor, to_N1: Tensor, numbers_N1: Tensor, count: int, room: int
-    ) -> tuple[Tensor, Tensor]:
-        """Send rows of bytes to ranks. Returns what arrives in the order of its numbers: these, float32 ``[M]``, and
-        rows of bytes; ``room``: of those, and of rows that pass through. Collective."""
+        passing = int(rows_RR[self._rank % of_node :: of_node, here : here + of_node].sum())
         to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer.get_dispatch_layout(to_N1, self._num_ranks)
         arrived_MC, _, weights_M1, *_ = self._buffer.dispatch(
             rows_NC.view(torch.bfloat16),
@@ -200,22 +260,35 @@ class DeepEP(Transport):
             num_tokens_per_expert=to_experts,
             topk_idx=to_N1,
             topk_weights=numbers_N1,
-            num_worst_tokens=room if self._takes_bound else 0,  # inside a node it would wait with Python locked
+            # Room for what arrives or passes. Without it the host would wait, inside a node with Python locked.
+            num_worst_tokens=max(1, len(expected_M), passing),
             config=self._there,
         )
-        numbers_M, order_M = weights_M1[:count, 0].sort()
-        return numbers_M, arrived_MC.index_select(0, order_M).view(torch.uint8)
+        numbers_M, order_M = weights_M1[: len(expected_M), 0].sort()
+        arrived_MC = arrived_MC.index_select(0, order_M).view(torch.uint8)
+        on_host = numbers_M.to("cpu", non_blocking=True)
+        wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
+        if not torch.equal(on_host, expected_M):
+            return False
+        for own, place in _parts(receives, arrived_MC, coming_R, first):
+            own.copy_(place, non_blocking=True)
+        wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
+        return True
+
+    def _numbers(self, source: int, rows: int) -> Tensor:
+        """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
+        return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
 
 
-def _pieces(messages: Sequence[Message], peer: int, first_row: int, rows: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yield parts of the messages to or from a rank that lie in these rows, each with its place in them in bytes."""
-    begin = first_row * ROW_BYTES
-    end, first = begin + rows * ROW_BYTES, 0
+def _parts(
+    messages: Sequence[Message], rows_MC: Tensor, rows_R: Sequence[int], first: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of messages and their places in rows, which are those of each rank, from ``first`` on, in order."""
+    begin_R = [ROW_BYTES * rows for rows in accumulate(rows_R, initial=0)]
+    next_R = [-ROW_BYTES * first] * len(rows_R)  # where the next message of a rank lies in its rows here
     for message in messages:
-        if message.peer != peer:
-            continue
-        size = message.data.numel()
-        low, high = max(begin, first), min(end, first + size)
+        at, size, begin = next_R[message.peer], message.data.numel(), begin_R[message.peer]
+        low, high = max(0, at), min(ROW_BYTES * rows_R[message.peer], at + size)
         if low < high:
-            yield message.data[low - first : high - first], slice(low - begin, high - begin)
-        first += size
+            yield message.data[low - at : high - at], rows_MC.view(-1)[begin + low : begin + high]
+        next_R[message.peer] += size

@@ -11,7 +11,6 @@ import base64
 import contextlib
 import importlib
 import importlib.util
-import json
 import logging
 import os
 import secrets
@@ -22,13 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from ..consensus import gather_bytes
-from .base import TransportError
-from .progress import SideStream
+from .base import SideStream, TransportError
 from .windows import ARRIVED, GOODBYE, HALVES, KINDS, Window, Windows, piece_bytes_for
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
@@ -74,29 +70,23 @@ class Nixl(Windows):
 
     by = "nixl"
 
-    def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
-        super().__init__(group, backend, device, timeout_seconds)
-        self.one_by_one = device.type == "cpu"
-        self._name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
-        self._agent: Any = new_agent(self._name)
-
     def _open(self, deadline: float) -> Window:
-        ranks = self._group.size()
+        name, ranks = f"eplb_runtime {self._rank} {secrets.token_hex(8)}", self._num_ranks
+        agent = new_agent(name)
         piece_bytes = piece_bytes_for(2 * ranks)  # of what comes in, and as much for what goes out
         memory = torch.empty(2 * ranks * HALVES * piece_bytes, dtype=torch.uint8, device=self.device)
         try:
-            handle = self._agent.register_memory(memory)
+            handle = agent.register_memory(memory)
         except Exception as error:
             raise TransportError(f"nixl cannot register {memory.numel()} bytes: {error}") from error
-        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        mine = json.dumps([self._name, metadata, memory.data_ptr(), max(0, memory.get_device())])
-        words = gather_bytes(mine.encode(), self._group, self._group_device, deadline)
-        window = _AgentWindow(memory, self._rank, ranks, piece_bytes, self._stream, self._agent, handle)
+        metadata = base64.b64encode(agent.get_agent_metadata()).decode()
+        said = self._gather([name, metadata, memory.data_ptr(), max(0, memory.get_device())], deadline)
+        window = _AgentWindow(memory, self._rank, ranks, piece_bytes, self._stream, agent, handle)
         try:
-            for peer, (name, theirs, address, index) in enumerate(map(json.loads, words)):
+            for peer, (of_peer, theirs, address, index) in enumerate(said):
                 if peer != self._rank:
-                    self._agent.add_remote_agent(base64.b64decode(theirs))
-                    window.add(peer, name, address, index)
+                    agent.add_remote_agent(base64.b64decode(theirs))
+                    window.add(peer, of_peer, address, index)
         except Exception as error:
             raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
         return window
@@ -106,7 +96,6 @@ class Nixl(Windows):
         super().close()
         if isinstance(window, _AgentWindow):
             window.end()
-        self._agent = None
 
 
 class _AgentWindow(Window):

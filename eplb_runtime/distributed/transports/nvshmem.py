@@ -4,14 +4,13 @@ other GPUs, over NVLink or RDMA, without the host or NCCL in between.
 NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline; its binding starts
 with Python's interpreter unlocked, and allocates with it locked (`malloc` in nvshmem4py's nvshmem.pyx has no
 ``nogil``). So windows are equally large everywhere and stay: one for each transport in use at once, lent again to the
-next; and all of this runs where training waits on every rank (`distributed.reconnect`): no thread of a
+next; and all of this runs where training waits on every rank (`control_channel.Reconnection`): no thread of a
 rank that waits here is needed by one that has yet to come. Only writes on a stream and `quiet` are used: signals, teams
 and collectives end the process where several ranks share a GPU.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,8 +23,7 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from ..consensus import gather_bytes
-from .base import TransportError
-from .progress import SideStream
+from .base import SideStream, TransportError
 from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
@@ -56,7 +54,7 @@ class HeapWindow(StreamWindow):
     """This rank's part of the heap, which begins at an address that means the same place on all ranks."""
 
     def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
-        super().__init__(memory, rank, num_ranks, piece_bytes, on)
+        super().__init__(memory, rank, num_ranks, piece_bytes, on, self._put_on_heap)
         self.memory, self._library = memory, library
 
     def write(self, peer: int, half: int, data: Tensor) -> None:
@@ -68,7 +66,7 @@ class HeapWindow(StreamWindow):
     def settle(self) -> None:
         self._library.bindings.quiet_on_stream(self._stream.pointer)
 
-    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
+    def _put_on_heap(self, place: Tensor, source: Tensor, peer: int) -> None:
         on = self._stream.pointer
         self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
 
@@ -108,14 +106,13 @@ class Nvshmem(Windows):
             problem = claim("transport='nvshmem'", self._group, again=True)
         except TransportError as error:
             problem = str(error)
-        word = json.dumps([problem, [n for n, window in enumerate(_windows) if window.released]]).encode()
-        said = [json.loads(word) for word in gather_bytes(word, self._group, self._group_device, deadline)]
+        said = self._gather([problem, [n for n, window in enumerate(_windows) if window.released]], deadline)
         for rank, (text, _) in enumerate(said):
             if text:
                 raise TransportError(f"EP rank {rank}: {text}")
         if not _running:
             self._start(library, deadline)
-        ranks = self._group.size()
+        ranks = self._num_ranks
         piece_bytes = piece_bytes_for(ranks)
         number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
         if number < len(_windows):
@@ -133,6 +130,5 @@ class Nvshmem(Windows):
         raw[:] = np.frombuffer(words[0], dtype=np.uint8)
         on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
         on.set_current()
-        size = self._group.size()
-        library.core.init(device=on, uid=identity, rank=self._rank, nranks=size, initializer_method="uid")
+        library.core.init(device=on, uid=identity, rank=self._rank, nranks=self._num_ranks, initializer_method="uid")
         _running.append(library)

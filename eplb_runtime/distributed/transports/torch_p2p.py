@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import one_line
-from .base import Message, Pending, Transport, TransportError
-from .progress import PendingMessages, to_others, try_out
+from .base import Message, Pending, PendingMessages, Transport, TransportError
 
-_POLL_SECONDS = 0.0002
 _CLOSING = timedelta(milliseconds=1)
 _TAGS = 1 << 15
 
@@ -28,25 +26,22 @@ class TorchPointToPoint(Transport):
     """Batched isend/irecv on the balancer's migration group, which nothing else uses."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
-        self._group = group
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
+        super().__init__(group, backend, device, timeout_seconds)
         self._on_host = backend == "gloo"
         self._pinned = self._on_host and device.type == "cuda"
-        self.device = torch.device("cpu") if self._on_host else device
-        self.one_by_one = self._on_host
+        self.device = self._group_device
         self.in_order = not self._on_host
         self._tags: Counter[tuple[int, bool]] = Counter()
 
     def warm_up(self, deadline: float) -> None:
         # One call that every rank of the group makes: NCCL builds the communicator of the whole group in it.
-        try_out(self, (peer for peer in range(self._group.size()) if peer != self._rank), deadline)
+        self._try_out(deadline)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = to_others(self._rank, sends, receives)
+        out, into = self._to_others(sends, receives)
         try:
             operations = [*self._operations(dist.irecv, list(into.values())), *self._operations(dist.isend, out)]
             works = dist.batch_isend_irecv(operations) if operations else []
@@ -55,9 +50,6 @@ class TorchPointToPoint(Transport):
         if self._on_host:
             return _OnHost(works, into, time.monotonic() + self._timeout)
         return _OnDevice(works, self._group)
-
-    def close(self) -> None:
-        """Nothing is ours: the group belongs to who made it."""
 
     def _operations(self, kind: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
         # A tag per message of a pair: gloo matches by tag, NCCL by order, and both agree.
@@ -122,13 +114,6 @@ class _OnDevice(Pending):
         except RuntimeError as error:
             raise _failed(error) from error
         return True
-
-    def wait(self, deadline: float) -> None:
-        while not self.poll():
-            if time.monotonic() > deadline:
-                self.abort()
-                raise TransportError("point-to-point messages were not through in time")
-            time.sleep(_POLL_SECONDS)
 
     def abort(self) -> None:
         if not self._aborted and not all(work.is_completed() for work in self._works):

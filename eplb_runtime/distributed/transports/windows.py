@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ...utils.errors import one_line
 from ...utils.worker import ignore_captures_of_others
-from ..consensus import gather_bytes
-from .base import Message, Pending, Transport, TransportError
-from .progress import LEFT_SECONDS, PendingMessages, SideStream, synchronize, to_others, try_out, wait_until
+from ..consensus import TransportError
+from .base import LEFT_SECONDS, Message, Pending, PendingMessages, SideStream, Transport, synchronize, wait_until
 
 LOOK_SECONDS = 0.0002
 INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
@@ -39,6 +38,9 @@ _NOTE = 2
 KINDS = 3
 ARRIVED, TAKEN, GOODBYE = range(KINDS)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
+
+
+Put = Callable[[Tensor, Tensor, int], object]
 
 
 class Window(ABC):
@@ -78,11 +80,12 @@ class Window(ABC):
 
 
 class StreamWindow(Window):
-    """A window that others write into on streams: notes are memory, too."""
+    """A window that others write into on streams: notes are memory, too. ``put(place, source, peer)`` copies on the
+    stream to where that rank has ``place``, which is this rank's."""
 
-    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, stream: SideStream) -> None:
+    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, stream: SideStream, put: Put):
         super().__init__(memory, rank, num_ranks, piece_bytes)
-        self._stream, self._reading = stream, SideStream(memory.device)
+        self._stream, self._reading, self._put = stream, SideStream(memory.device), put
         self.outbox_B = self._rest[:piece_bytes]
         notes = self._rest[piece_bytes:].view(torch.int64).view(2, num_ranks, KINDS, _NOTE)
         self.notes_RKN, self._out_RKN = notes
@@ -120,10 +123,6 @@ class StreamWindow(Window):
         self._are_here = None
         notes = self._read_RKN.tolist()
         return [[number if number == ~complement else 0 for number, complement in of_rank] for of_rank in notes]
-
-    @abstractmethod
-    def _put(self, place: Tensor, source: Tensor, peer: int) -> None:
-        """Copy on the stream to where that rank has ``place``, which is this rank's."""
 
 
 def piece_bytes_for(num_ranks: int) -> int:
@@ -166,17 +165,12 @@ class Windows(Transport):
     def __init__(
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
-        self.device = device
-        self._package = package
-        self._group = group
-        self._group_device = torch.device("cpu") if backend == "gloo" else device
-        self._rank = group.rank()
-        self._timeout = timeout_seconds
+        super().__init__(group, backend, device, timeout_seconds, package)
         self._state = threading.RLock()
         self._pending: list[PendingMessages] = []
         self._thread: threading.Thread | None = None
         self._problem = ""
-        self._peers = {peer: _Peer() for peer in range(group.size()) if peer != self._rank}
+        self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
         self._stream = SideStream(device)
         self._window: Window | None = None
         self._under_way: list[tuple[Callable[[], bool], _Piece]] = []
@@ -193,30 +187,34 @@ class Windows(Transport):
         window = self._open(deadline)
         # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
-        gather_bytes(b"", self._group, self._group_device, deadline)
+        self._gather(None, deadline)
         window.begin(deadline)
-        gather_bytes(b"", self._group, self._group_device, deadline)
+        self._gather(None, deadline)
         self._window = window
-        try_out(self, self._peers, deadline)
+        self._try_out(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = to_others(self._rank, sends, receives)
+        out, into = self._to_others(sends, receives)
         with self._state:
-            self._refuse_lost({message.peer for message in (*out, *into.values())})
+            if self._problem or self._closed or self._window is None:
+                problem = self._problem or "it is not warmed up, or closed"
+                raise TransportError(f"{self.by} is not used any more: {problem}")
+            for message in (*out, *into.values()):
+                if problem := self._peers[message.peer].problem:
+                    raise TransportError(problem)
             pending = PendingMessages(len(out) + len(into), into, time.monotonic() + self._timeout, self.give_up)
             if not pending.left:
                 return pending
             self._stream.after_current()
             self._pending.append(pending)
-            for message in out:
-                self._peers[message.peer].sends.extend(self._pieces(message, pending, None))
-            for number, message in into.items():
-                self._peers[message.peer].receives.extend(self._pieces(message, pending, number))
+            numbered: list[tuple[int | None, Message]] = [*((None, message) for message in out), *into.items()]
+            for number, message in numbered:
+                traffic = self._peers[message.peer]
+                parts = torch.split(message.data.detach(), self._window.piece_bytes)
+                pieces = [_Piece(part, pending, part is parts[-1], number) for part in parts]
+                (traffic.sends if number is None else traffic.receives).extend(pieces)
             self._run()
         return pending
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:
         """The window is its library's to free: that may wait for all ranks. A call of the library that does not come
@@ -260,20 +258,27 @@ class Windows(Transport):
 
     def _go_on(self) -> bool:
         """Begin what can begin, end what is through; whether there was anything."""
-        assert self._window is not None
-        now = time.monotonic()
+        window, now = self._window, time.monotonic()
+        assert window is not None
         if any(now > pending.end for pending in self._pending):
             self._give_up("messages were not through in time")
             return True
-        self._hear(self._window, now)
+        self._hear(window, now)
         went_on = False
         for peer, traffic in self._peers.items():
             while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.problem:
-                self._send(self._window, peer, traffic)
-                went_on = True
+                piece, went_on = traffic.sends.popleft(), True
+                with self._stream():
+                    window.write(peer, traffic.sent % HALVES, piece.data)
+                    traffic.sent += 1
+                    self._under_way.append((window.tell(peer, ARRIVED, traffic.sent), piece))
             while traffic.receives and traffic.taken < traffic.arrived:
-                self._take(self._window, peer, traffic)
-                went_on = True
+                piece, went_on = traffic.receives.popleft(), True
+                with self._stream():
+                    inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
+                    piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
+                    traffic.taken += 1
+                    self._under_way.append((window.tell(peer, TAKEN, traffic.taken), piece))
             if traffic.problem and (traffic.sends or traffic.receives):
                 self._give_up(traffic.problem)
                 return True
@@ -305,37 +310,7 @@ class Windows(Transport):
             traffic.room = max(traffic.room, notes[peer][TAKEN])
             traffic.leaving = bool(notes[peer][GOODBYE])
 
-    def _send(self, window: Window, peer: int, traffic: _Peer) -> None:
-        piece = traffic.sends.popleft()
-        with self._stream():
-            window.write(peer, traffic.sent % HALVES, piece.data)
-            traffic.sent += 1
-            self._under_way.append((window.tell(peer, ARRIVED, traffic.sent), piece))
-
-    def _take(self, window: Window, peer: int, traffic: _Peer) -> None:
-        piece = traffic.receives.popleft()
-        with self._stream():
-            inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
-            piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
-            traffic.taken += 1
-            self._under_way.append((window.tell(peer, TAKEN, traffic.taken), piece))
-
-    def _pieces(self, message: Message, pending: PendingMessages, number: int | None) -> list[_Piece]:
-        assert self._window is not None
-        parts = torch.split(message.data.detach(), self._window.piece_bytes)
-        return [_Piece(part, pending, part is parts[-1], number) for part in parts]
-
     # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _refuse_lost(self, peers: Iterable[int]) -> None:
-        unused = self._closed or self._window is None
-        if problem := self._problem or ("it is not warmed up, or closed" if unused else ""):
-            raise TransportError(f"{self.by} is not used any more: {problem}")
-        for peer in peers:
-            if peer not in self._peers:
-                raise TransportError(f"EP rank {peer} is not connected by {self.by}")
-            if problem := self._peers[peer].problem:
-                raise TransportError(problem)
 
     def give_up(self, pending: PendingMessages, reason: str) -> None:
         """End everything that is not done yet; afterwards nothing of it is read or written."""

@@ -26,18 +26,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.model_check import ModelCheck
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Barrier, Divisors, Runtime
-from ...checkpoint.stream import Exporter
-from ...checkpoint.weights import weights_of
+from ...balancer.runtime import Barrier, Divisors, ModelCheck, Runtime
+from ...checkpoint.stream import Exporter, weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.bandwidth import measure
-from ...distributed.node_memory import NodeMemory, why_not
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Job, Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports.base import Transport
+from ...distributed.transports.symmetric import NodeMemory, why_not
 from ...load.clock import ExpertClock
 from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
@@ -104,33 +102,35 @@ def attach_stages(
         begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
     single = trial is not None and trial.layout == "single"
-    joined = join(Request(stages, optimizers, config, device, container, single), ranks)
-    with rollback(joined.groups) as undo:
+    groups = join(stages, config, ranks, device)
+    request = Request(stages, optimizers, config, device, container, single, groups)
+    with rollback(groups) as undo:
         links = undo.enter_context(ExitStack())
-        checked = check_all(joined, links)
+        checked = check_all(request, links)
         steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
         undo.callback(Before([stage.model for stage in stages], steppers).restore)
-        shards, runtime = _on_all_or_none(lambda: _sharded(checked), joined.groups)
+        # Nothing in here waits for other ranks.
+        shards, runtime = _on_all_or_none(lambda: (made := shard(checked), build_runtime(checked, made)), groups)
         checked.copies.open()
         balancer = _balancer(checked, runtime)
         links.pop_all()  # the balancer closes them
         links.callback(balancer.close)
-        _on_all_or_none(lambda: install(checked, shards, balancer), joined.groups)
+        _on_all_or_none(lambda: install(checked, shards, balancer), groups)
         balancer.begin()
-        for problem in problems_of([layer for _, _, layer in joined.layers], checked.tests):
+        for problem in problems_of([layer for _, _, layer in request.layers], checked.tests):
             balancer.guard.report(problem)
         of_bits = _notes(checked, shards)
         # The last exchange: a rank that fails any later is one that the others do not learn of.
-        _on_all_or_none(lambda: _record(checked, balancer), joined.groups)
-    joined.groups.settle()
+        _on_all_or_none(lambda: _record(checked, balancer), groups)
+    groups.settle()
     checked.transport.wait_at_most(config.timeout_seconds)
-    if joined.job.is_planner:
+    if groups.job.is_planner:
         _log_attached(balancer)
         for line in of_bits:
             logger.warning("%s", line)
     if trial is not None:
         balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        tested = zip(joined.layers, checked.tests, strict=True)
+        tested = zip(request.layers, checked.tests, strict=True)
         untried = [f"{name} ({test.untried})" for (_, name, _), test in tested if test.untried]
         known = {"notes": of_bits, "untried": untried, "not_single": not_single, "replica_slots": given.replica_slots}
         TrialRun(trial, balancer, stages, known)
@@ -139,7 +139,8 @@ def attach_stages(
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of an attach. ``single``: layers compute by their own code, since all experts are on each rank."""
+    """Arguments of an attach whose ranks have found each other. ``single``: layers compute by their own code, since all
+    experts are on each rank."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
@@ -147,12 +148,6 @@ class Request:
     device: torch.device
     container: torch.optim.Optimizer | None
     single: bool
-
-
-@dataclass(frozen=True)
-class Connected(Request):
-    """A request whose ranks have found each other."""
-
     groups: ProcessGroups
 
     @property
@@ -172,15 +167,9 @@ class Connected(Request):
             for position, layer in enumerate(stage.host.layers)
         ]
 
-    @property
-    def barrier(self) -> Barrier:
-        """`wait_for_ranks`, for this job. It holds on to nothing of the model."""
-        everyone, timeout = list(self.job.ranks), self.config.timeout_seconds
-        return lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds)
-
 
 @dataclass(frozen=True)
-class Checked(Connected):
+class Checked(Request):
     """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
 
     topology: Topology
@@ -202,23 +191,21 @@ class Shards:
     replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
 
-def join(request: Request, ranks: Ranks) -> Connected:
+def join(stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device) -> ProcessGroups:
     """Make groups of all ranks. Collective."""
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
-    if request.device.type == "cuda":
-        torch.cuda.synchronize(request.device)  # nothing uses those groups any more, here and then on any rank
-    sizes = [len(stage.host.layers) for stage in request.stages]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
-        groups = ProcessGroups(ranks, sizes, request.device, request.config.timeout_seconds)
+        return ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
-    return Connected(**vars(request), groups=groups)
 
 
-def check_all(joined: Connected, links: ExitStack) -> Checked:
+def check_all(request: Request, links: ExitStack) -> Checked:
     """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
     or none. ``links`` ends what was made."""
-    config, groups, device = joined.config, joined.groups, joined.device
+    config, groups, device = request.config, request.groups, request.device
     give_back_dropped()
     seconds, job = groups.setup_seconds, groups.job
     transport = new_transport(config, groups.migration, groups.backend, device, seconds)
@@ -227,13 +214,13 @@ def check_all(joined: Connected, links: ExitStack) -> Checked:
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement = check(joined.stages, joined.optimizers, config, groups, device)
-    tests = try_together([layer for _, _, layer in joined.layers], config, groups)
+    placement = check(request.stages, request.optimizers, config, groups, device)
+    tests = try_together([layer for _, _, layer in request.layers], config, groups)
     dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
     raise_on_all(dispatch.problem, groups)
     copies = _transport_of_copies(config, groups, topology, device)
     return Checked(
-        **vars(joined),
+        **vars(request),
         topology=topology,
         transport=transport,
         placement=placement,
@@ -241,12 +228,6 @@ def check_all(joined: Connected, links: ExitStack) -> Checked:
         copies=copies,
         tests=tests,
     )
-
-
-def _sharded(made: Checked) -> tuple[Shards, Runtime]:
-    """Leave this rank its experts, and let layers go the expert-parallel way. Nothing here waits for other ranks."""
-    shards = shard(made)
-    return shards, build_runtime(made, shards)
 
 
 def shard(made: Checked) -> Shards:
@@ -349,11 +330,14 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
             [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
             shards.replaced,
         ),
-        kernels=kernels,
         divisors=divisors,
-        barrier=made.barrier,
-        dispatcher=dispatcher,
+        barrier=_barrier(list(job.ranks), config.timeout_seconds),
     )
+
+
+def _barrier(everyone: Sequence[int], timeout: float) -> Barrier:
+    """Return `wait_for_ranks`, for this job. It holds on to nothing of the model."""
+    return lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds)
 
 
 def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
@@ -473,13 +457,13 @@ def _log_attached(balancer: Balancer) -> None:
     )
 
 
-def _on_all_or_none(work: Callable[[], T], groups: ProcessGroups) -> T:
+def _on_all_or_none(work: Callable[[], T], groups: ProcessGroups, what: str = "") -> T:
     """Return what this rank's work gives; where it fails on one rank, every rank raises. Collective."""
     problem, result = "", list[T]()
     try:
         result.append(work())
     except Exception as error:
-        problem = one_line(error, with_type=True)
+        problem = what + one_line(error, with_type=not what)
     raise_on_all(problem, groups)
     return result[0]
 
@@ -516,36 +500,24 @@ def _transport_of_copies(
     config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
 ) -> RowTransport:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
-    rows = groups.replicas if config.replica_slots else groups.rows
-    transport: RowTransport = PointToPoint(rows, groups.job.row_ranks)
+    by_torch = PointToPoint(groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks)
     if config.copies_by == "torch":
-        return transport
+        return by_torch
+
+    def made() -> CopyEngine:
+        node = groups.of_nodes(topology.ranks_per_node)
+        # As long as any wait for a lost rank.
+        host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
+        memory = NodeMemory(node, device, host_seconds)
+        memory.connect(time.monotonic() + groups.setup_seconds)
+        size = topology.ranks_per_node * groups.job.row_division
+        return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
+
+    what = "copies_by='copy_engine': "
     # What can be seen before ranks meet.
-    alone = topology.ranks_per_node == 1
-    raise_on_all(_refused("each rank has a node of its own" if alone else why_not(device)), groups)
-    problem = ""
-    try:
-        transport = _copy_engine(groups, topology, device, transport)
-    except (RuntimeError, AssertionError) as error:
-        problem = one_line(error)
-    raise_on_all(_refused(problem), groups)
-    return transport
-
-
-def _refused(why: str) -> str:
-    return f"copies_by='copy_engine': {why}" if why else ""
-
-
-def _copy_engine(
-    groups: ProcessGroups, topology: Topology, device: torch.device, by_torch: RowTransport
-) -> RowTransport:
-    node = groups.of_nodes(topology.ranks_per_node)
-    # As long as any wait for a lost rank.
-    host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
-    memory = NodeMemory(node, device, host_seconds)
-    memory.connect(time.monotonic() + groups.setup_seconds)
-    size = topology.ranks_per_node * groups.job.row_division
-    return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
+    why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
+    raise_on_all(what + why if why else "", groups)
+    return _on_all_or_none(made, groups, what)
 
 
 def _local_experts(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from itertools import islice
 
 import torch
 import xxhash
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.reduction import foreign_hooks
-from ...config import BalancerConfig
+from ...config import BalancerConfig, DispatchConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_bytes, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
@@ -26,8 +27,12 @@ from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.errors import one_line
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
-from .optimizers import refuse_shared
+from .optimizers import why_shared
 from .self_test import LayerTest, problems_of, try_layers
+
+_UNEVEN = "the MoE layers have different numbers of experts ({}); they must be equal"
+_Fact = tuple[str, str, str, bool]
+"""Something that ranks with the same stages, or all (the last), must have in common; its text; what to do."""
 
 
 def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
@@ -41,7 +46,8 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     if len(devices) > 1:
         raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
     device = devices.pop() if devices else torch.device("cpu")
-    if any(has_meta(stage.model) for stage in stages):
+    buffers = [buffer for stage in stages for _, buffer in stage.model.named_buffers()]
+    if any(one.is_meta for one in (*buffers, *(p for stage in stages for p in stage.model.parameters()))):
         if given is None or given.type == "meta":
             raise AttachError(
                 "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
@@ -55,10 +61,6 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     return device
 
 
-def has_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*model.parameters(), *(buffer for _, buffer in model.named_buffers())])
-
-
 def check(
     stages: Sequence[Stage],
     optimizers: Sequence[AnyOptimizer],
@@ -69,30 +71,33 @@ def check(
     """Return the placement to start from, or refuse before anything is changed. Collective; all ranks raise, or none:
     one exchange has what each rank refuses by itself, all at once, and what ranks must have in common."""
     layers, job = [layer for stage in stages for layer in stage.host.layers], groups.job
-    facts, given, problem = list[_Fact](), None, ""
-    try:
-        _check_here(stages, optimizers, config, groups, device)
-        given = _given_placement(config)
-        facts = _facts(stages, optimizers, config, job, "" if given is None else given.digest())
-    except AttachError as error:
-        problem = str(error)
+    facts, given = list[_Fact](), None
+    problem = "; also, ".join(_problems(stages, optimizers, config, groups, device))
+    if not problem:
+        try:
+            if (path := config.initial_placement) is not None:
+                given = path if isinstance(path, Placement) else Placement.load(path)
+            facts = _facts(stages, optimizers, config, job, "" if given is None else given.digest())
+        except (AttachError, PlacementError) as error:
+            problem = f"initial_placement: {error}" if isinstance(error, PlacementError) else str(error)
     before = spread_of(layers[0].experts) if layers else None
-    mine = (problem, [_digest(fact.text) for fact in facts], layers[0].num_experts if layers else 0, before is not None)
+    digests = [xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
+    mine = (problem, digests, layers[0].num_experts if layers else 0, before is not None)
     sent = gather_bytes(json.dumps(mine).encode(), groups.control)
     said = dict(zip(job.ranks, map(json.loads, sent), strict=True))
     for rank, (refused, *_) in said.items():
         if refused:
             raise AttachError(problem or f"rank {rank}: {refused}")
-    for number, fact in enumerate(facts):
-        digests = {rank: all_facts[number] for rank, (_, all_facts, *_) in said.items()}
-        for together in [job.ranks] if fact.over_all else job.data_sets:
-            if odd := deviating(digests, together):
-                raise AttachError(f"{has_another(odd, fact.what, together[0])}: {fact.hint}")
+    for number, (what, _, hint, over_all) in enumerate(facts):
+        of_ranks = {rank: of_rank[number] for rank, (_, of_rank, *_) in said.items()}
+        for together in [job.ranks] if over_all else job.data_sets:
+            if odd := deviating(of_ranks, together):
+                raise AttachError(f"{has_another(odd, what, together[0])}: {hint}")
     counts, spread = ({one[place] for one in said.values() if one[2]} for place in (2, 3))
     if not counts:
         raise AttachError("no stage has an MoE layer: nothing to balance")
     if len(counts) > 1:
-        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
+        raise AttachError(_UNEVEN.format(sorted(counts)))
     if len(spread) > 1:
         raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
     placement = _initial_placement(config, job, min(counts), given)
@@ -108,20 +113,6 @@ def try_together(layers: Sequence[MoELayer], config: BalancerConfig, groups: Pro
     return tests
 
 
-def _digest(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-@dataclass(frozen=True)
-class _Fact:
-    """What ranks that hold the same stages, or all of them, must have in common."""
-
-    what: str
-    text: str
-    hint: str
-    over_all: bool = False
-
-
 def _facts(
     stages: Sequence[Stage], optimizers: Sequence[AnyOptimizer], config: BalancerConfig, job: Job, placement: str
 ) -> list[_Fact]:
@@ -135,75 +126,77 @@ def _facts(
     }
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
-    of_config, of_state = "give all ranks the same config", _layout_of_state(layers, optimizers, job)
+    state = _layout_of_state(layers, optimizers, job)
+    alike = "give all ranks the same config"
     return [
-        *(_Fact(f"{name} in its config", text, of_config, True) for name, text in config.described().items()),
-        _Fact("initial placement", placement, "give all ranks the same one, or copies of one file", True),
-        _Fact("division of optimizer state", of_state, "spread experts and make the optimizer alike on all ranks"),
-        _Fact("answer to whether shard_experts was called", str(is_spread), "call it on all"),
-        _Fact("model", shapes, "build the same model on every rank"),
-        _Fact("set of weights", fingerprint.hex(), "seed all ranks equally, or load the same checkpoint"),
+        *((f"{name} in its config", text, alike, True) for name, text in config.described().items()),
+        ("initial placement", placement, "give all ranks the same one, or copies of one file", True),
+        ("division of optimizer state", state, "spread experts and make the optimizer alike on all ranks", False),
+        ("answer to whether shard_experts was called", str(is_spread), "call it on all", False),
+        ("model", shapes, "build the same model on every rank", False),
+        ("set of weights", fingerprint.hex(), "seed all ranks equally, or load the same checkpoint", False),
     ]
 
 
-def _check_here(
+def _problems(
     stages: Sequence[Stage],
     optimizers: Sequence[AnyOptimizer],
     config: BalancerConfig,
     groups: ProcessGroups,
     device: torch.device,
-) -> None:
-    """Refuse what one rank can tell by itself: the first finding of each kind, all at once."""
+) -> list[str]:
+    """Return what one rank refuses by itself: the first finding of each kind."""
     layers = [layer for stage in stages for layer in stage.host.layers]
-    spread = {spread_of(layer.experts) for layer in layers}
+    is_spread = any(spread_of(layer.experts) is not None for layer in layers)
     replaced = [layer for layer in layers if config.replica_slots or spread_of(layer.experts) is None]
-    refused: dict[Callable[..., None], str] = {}
-    for one in (
-        partial(_check_models, stages, layers, config, groups, device),
-        *(partial(_check_tensors, layer, groups) for layer in layers),
-        *(partial(_check_nothing_is_lost, layer) for layer in replaced),
-        partial(_check_not_tied, [stage.model for stage in stages], layers),
-        partial(check_current, device),
-        partial(_check_optimizers, optimizers, layers, config),
-        *(partial(_check_sharded, one.model, one.host, config, groups.job) for one in stages if spread - {None}),
+    found = list[str]()
+    for problems in (
+        _of_models(stages, layers, config, groups, device),
+        (one for layer in layers for one in _of_tensors(layer, groups)),
+        (one for layer in replaced for one in _of_what_is_lost(layer)),
+        _of_ties([stage.model for stage in stages], layers),
+        _of_device(device),
+        _of_optimizers(optimizers, layers, config),
+        (one for stage in stages if is_spread for one in _of_sharding(stage.model, stage.host, config, groups.job)),
     ):
         try:
-            one()
-        except AttachError as error:
-            refused.setdefault(one.func, str(error))
+            found += islice(problems, 1)
         except Exception:
-            if not refused:  # else it follows from what is refused
+            if not found:  # else it follows from what is refused
                 raise
-    if refused:
-        raise AttachError("; also, ".join(refused.values()))
+    return found
 
 
-def _check_models(
+def _of_models(
     stages: Sequence[Stage],
     layers: Sequence[MoELayer],
     config: BalancerConfig,
     groups: ProcessGroups,
     device: torch.device,
-) -> None:
+) -> Iterator[str]:
     if len({spread_of(layer.experts) for layer in layers}) > 1:
-        raise AttachError("some MoE layers were spread by shard_experts and others were not: build the model again")
+        yield "some MoE layers were spread by shard_experts and others were not: build the model again"
     for stage in stages:
+        if stage.host.dispatches and (slots := config.replica_slots):
+            yield f"replica_slots={slots}: the framework's own dispatcher knows one place for an expert; set it to 0"
+        if stage.host.dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
+            yield "dispatch: the framework's own dispatcher sends tokens; leave dispatch out"
         if refused := stage.host.refuses(config):
-            raise AttachError(refused)
+            yield refused
         if stage.model in recorded:
-            raise AttachError("record is open on this model: close it, and attach with BalancerConfig(run=...) instead")
+            yield "record is open on this model: close it, and attach with BalancerConfig(run=...) instead"
         if sparse := [name for name, one in stage.model.named_modules() if getattr(one, "sparse", False) is True]:
-            raise AttachError(f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False")
+            yield f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False"
     if len(counts := {layer.num_experts for layer in layers}) > 1:
-        raise AttachError(f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal")
+        yield _UNEVEN.format(sorted(counts))
     if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
-        raise AttachError("replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')")
+        yield "replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')"
 
 
-def check_current(device: torch.device) -> None:
-    """Refuse another GPU than this thread's: kernels of Triton and of DeepEP run on the current one."""
+def _of_device(device: torch.device) -> Iterator[str]:
+    """Kernels of Triton and of DeepEP run on this thread's current GPU."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise AttachError(
+        yield (
             f"the experts are on {device}, and this process works on GPU {torch.cuda.current_device()}: call "
             f"torch.cuda.set_device({device.index}) before the model is made"
         )
@@ -225,100 +218,93 @@ def _check_spread(before: Spread, placement: Placement, num_experts: int, config
         )
 
 
-def _check_sharded(model: nn.Module, host: HostModel, config: BalancerConfig, job: Job) -> None:
+def _of_sharding(model: nn.Module, host: HostModel, config: BalancerConfig, job: Job) -> Iterator[str]:
     """A model that was cut before, and perhaps wrapped by ``fully_shard``."""
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if sharded and config.dense_gradients == "allreduce":
-        raise AttachError("fully_shard averages gradients itself: leave dense_gradients='host'")
+    if config.dense_gradients == "allreduce" and any(isinstance(p, DTensor) for p in model.parameters()):
+        yield "fully_shard averages gradients itself: leave dense_gradients='host'"
     experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in host.layers for name in layer.parameters}
     sliced = {name: parameter for name, parameter in experts.items() if isinstance(parameter, DTensor)}
     if sliced and len(sliced) < len(experts):
         whole = next(name for name in experts if name not in sliced)
-        raise AttachError(
+        yield (
             f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all expert parameters of all "
             "MoE layers, or none"
         )
     if config.overlap and (sliced or job.divided_rows):
-        raise AttachError(
+        yield (
             "overlap=True with experts that fully_shard slices: they are gathered before their layer's forward, so "
             "they move between steps; leave overlap=False, or leave the experts out of fully_shard (ignored_params)"
         )
-    if not sliced or not config.replica_slots:
-        return
-    if len(job.stage_sets) > 1:
-        raise AttachError(
+    if sliced and config.replica_slots and len(job.stage_sets) > 1:
+        yield (
             "replica slots of experts that fully_shard slices, in pipeline stages: leave the experts out of "
             "fully_shard (ignored_params), or set replica_slots=0"
         )
-    for name, parameter in sliced.items():
+    for name, parameter in sliced.items() if config.replica_slots else ():
         if job.divided_rows and parameter.shape[1] % job.row_division:
-            raise AttachError(
+            yield (
                 f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_division} slices along "
                 "dimension 1; set replica_slots=0"
             )
         if type(local(parameter)) is not Tensor:
-            raise AttachError(
+            yield (
                 f"{name} is sliced as a {type(local(parameter)).__name__}, which has a way of its own to be gathered: "
                 "copies of it would be computed in another precision; set replica_slots=0"
             )
 
 
-def _check_tensors(layer: MoELayer, groups: ProcessGroups) -> None:
+def _of_tensors(layer: MoELayer, groups: ProcessGroups) -> Iterator[str]:
     """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
-    for name in layer.parameters:
-        parameter = layer.parameter(name)
+    for name, parameter in ((f"{layer.name}.{name}", layer.parameter(name)) for name in layer.parameters):
         kind = type(parameter.data)
         if isinstance(parameter, DTensor):
-            _check_slices(layer, f"{layer.name}.{name}", parameter, groups)
-            continue
-        if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
-            raise AttachError(
-                f"{layer.name}.{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
+            yield from _of_slices(layer, name, parameter, groups)
+        elif kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
+            yield (
+                f"{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
                 "load the model in bfloat16, float16 or float32"
             )
 
 
-def _check_nothing_is_lost(layer: MoELayer) -> None:
+def _of_what_is_lost(layer: MoELayer) -> Iterator[str]:
     """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
-    for name in layer.parameters:
-        parameter = layer.parameter(name)
+    for name, parameter in ((f"{layer.name}.{name}", layer.parameter(name)) for name in layer.parameters):
         if foreign_hooks(parameter):
-            raise AttachError(
-                f"{layer.name}.{name} has gradient hooks, and attach puts this rank's experts in its place: register "
+            yield (
+                f"{name} has gradient hooks, and attach puts this rank's experts in its place: register "
                 "them after attach, without replica slots, on the parameter that the module has then"
             )
         if parameter.grad is not None and bool(parameter.grad.any()):
-            raise AttachError(
-                f"{layer.name}.{name} has a gradient from a backward pass before attach, which would not be averaged: "
+            yield (
+                f"{name} has a gradient from a backward pass before attach, which would not be averaged: "
                 "step first, or clear it (optimizer.zero_grad())"
             )
 
 
-def _check_not_tied(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> None:
+def _of_ties(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> Iterator[str]:
     """Each expert tensor is in one place; in the others it would go on as it is, with all experts."""
     of_layer = {
         id(layer.parameter(name)): (layer.experts.get_submodule(name.rpartition(".")[0]), f"{layer.name}.{name}")
         for layer in layers
         for name in layer.parameters
     }
-    for model in models:
-        for path, module in model.named_modules():
-            for own_name, parameter in module._parameters.items():
-                owner, name = of_layer.get(id(parameter), (module, ""))
-                if owner is not module:
-                    raise AttachError(
-                        f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
-                        "module that holds them (one experts module in both layers), or untie them"
-                    )
+    for path, module in (named for model in models for named in model.named_modules()):
+        for own_name, parameter in module._parameters.items():
+            owner, name = of_layer.get(id(parameter), (module, ""))
+            if owner is not module:
+                yield (
+                    f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
+                    "module that holds them (one experts module in both layers), or untie them"
+                )
 
 
-def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> None:
+def _of_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> Iterator[str]:
     if groups.job.divided_rows:
         if wrong := why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks)):
-            raise AttachError(f"{name} {wrong}: it cannot be moved by expert")
+            yield f"{name} {wrong}: it cannot be moved by expert"
         return
     if spread_of(layer.experts) is None:
-        raise AttachError(
+        yield (
             f"{name} is a DTensor of all experts: call eplb_runtime.shard_experts(model) first and fully_shard after "
             "it, or leave expert parameters out of fully_shard (ignored_params)"
         )
@@ -326,18 +312,20 @@ def _check_slices(layer: MoELayer, name: str, parameter: DTensor, groups: Proces
     if not wrong and not isinstance(layer.experts, FSDPModule):
         wrong = f"belongs to an FSDP module around {layer.name}"
     if wrong:
-        raise AttachError(
+        yield (
             f"{name} {wrong}: call fully_shard on the experts module itself, with the mesh of the ranks that hold the "
             "same experts and shard_placement_fn=lambda parameter: Shard(1)"
         )
     if has_divide_factor(layer.experts):
-        raise AttachError(
+        yield (
             f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for FSDP's own "
             "average over EDP; leave it out"
         )
 
 
-def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer], config: BalancerConfig) -> None:
+def _of_optimizers(
+    optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer], config: BalancerConfig
+) -> Iterator[str]:
     experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in layers for name in layer.parameters}
     held_here = {id(parameter) for parameter in experts.values()}
     each = any(layer.slots for layer in layers)
@@ -346,31 +334,28 @@ def _check_optimizers(optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELa
         # Those inside a framework's own may step masters instead.
         stepping += [(one, held_here)] if isinstance(one, torch.optim.Optimizer) else [(o, None) for o in one.inside]
     for optimizer, of_experts in stepping:
-        refuse_shared(optimizer)
+        if why := why_shared(optimizer):
+            yield why
         try:
             check_elementwise(optimizer, of_experts, each=each, known=config.elementwise)
         except OptimizerStateError as error:
-            raise AttachError(str(error)) from None
+            yield str(error)
         values = (value for state in optimizer.state.values() for value in state.values())
         if any(isinstance(value, Tensor) and value.is_meta for value in values):
-            raise AttachError(
+            yield (
                 f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
                 "use an optimizer that makes it at its first step, or build the model with memory"
             )
-    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    if not optimizers:
-        return
-    for layer in layers:
-        for name in layer.parameters:
-            parameter = layer.parameter(name)
-            times = held.count(id(parameter))
-            if parameter.requires_grad and not times:
-                raise AttachError(
-                    f"the optimizer does not hold {layer.name}.{name}: build it from model.parameters() (with float32 "
-                    "masters in its state, not in the place of parameters), or freeze that parameter"
-                )
-            if times > 1:
-                raise AttachError(f"{layer.name}.{name} is in {times} optimizers: give each parameter to one")
+    held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    for name, parameter in experts.items() if optimizers else ():
+        times = held[id(parameter)]
+        if parameter.requires_grad and not times:
+            yield (
+                f"the optimizer does not hold {name}: build it from model.parameters() (with float32 "
+                "masters in its state, not in the place of parameters), or freeze that parameter"
+            )
+        if times > 1:
+            yield f"{name} is in {times} optimizers: give each parameter to one"
 
 
 def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimizer], job: Job) -> str:
@@ -386,14 +371,6 @@ def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimiz
             )
         found += [str(optimizer.ranges_of(layer.parameter(name))) for layer in layers for name in layer.parameters]
     return " ".join(found)
-
-
-def _given_placement(config: BalancerConfig) -> Placement | None:
-    given = config.initial_placement
-    try:
-        return given if given is None or isinstance(given, Placement) else Placement.load(given)
-    except PlacementError as error:
-        raise AttachError(f"initial_placement: {error}") from None
 
 
 def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Placement | None) -> Placement:

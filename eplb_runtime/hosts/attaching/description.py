@@ -17,11 +17,11 @@ from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ...load.clock import ExpertClock
 from ...moe.experts.compute import Compute
-from ...moe.experts.optimizer_state import Ranges
+from ...moe.experts.optimizer_state import StateOwner
 
 if TYPE_CHECKING:
-    from ...checkpoint.restore import PretrainedFolders
-    from ...checkpoint.weights import Weight
+    from ...checkpoint.state import PretrainedFolders
+    from ...checkpoint.stream import Weight
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,6 +38,15 @@ recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 class AttachError(ValueError):
     """The model, optimizer or job cannot be balanced as it is; one line that says why and what would help."""
+
+
+def refusing(line: str) -> Callable[..., Any]:
+    """Return what takes the place of a method that cannot be called any more: it raises AttachError."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AttachError(line)
+
+    return refuse
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class MoELayer:
         return {name: self.parameter(name) for name in self.parameters}
 
 
-class HostOptimizer(Protocol):
+class HostOptimizer(StateOwner, Protocol):
     """An optimizer of the framework's own, which is no torch optimizer but steps with some inside."""
 
     @property
@@ -113,15 +122,6 @@ class HostOptimizer(Protocol):
     @property
     def inside(self) -> Sequence[torch.optim.Optimizer]:
         """Those that step experts."""
-
-    def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """Return live state, as `moe.experts.optimizer_state.StateOwner` says."""
-
-    def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
-        """Likewise."""
-
-    def ranges_of(self, parameter: Tensor) -> Ranges:
-        """Likewise."""
 
     @property
     def divides_over(self) -> tuple[int, ...]:

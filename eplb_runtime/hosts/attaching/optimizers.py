@@ -24,18 +24,16 @@ from ...distributed.consensus import barrier
 from ...moe.experts.elementwise import check_elementwise
 from ...moe.experts.optimizer_state import OptimizerStateError
 from .description import AnyOptimizer, AttachError, HostOptimizer
-from .logical_order import LogicalOrder, order_optimizer
-from .state_hooks import Homes, mark_optimizer
+from .state_hooks import Homes, mark_optimizer, order_optimizer
 
 
-def refuse_shared(optimizer: torch.optim.Optimizer) -> None:
-    """Raise AttachError if an optimizer steps another attached model, whose experts it would take for dense."""
+def why_shared(optimizer: torch.optim.Optimizer) -> str:
+    """Say that an optimizer steps another attached model, whose experts it would take for dense."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(hook, "__self__", None), Optimizers) for hook in hooks):
-        raise AttachError(
-            f"this {type(optimizer).__name__} steps another attached model already: give each attached model an "
-            "optimizer of its own"
-        )
+        kind = type(optimizer).__name__
+        return f"this {kind} steps another attached model already: give each attached model an optimizer of its own"
+    return ""
 
 
 class Optimizers(LoopHooks):
@@ -74,9 +72,8 @@ class Optimizers(LoopHooks):
             )
         if any(optimizer is known for known in self._known):
             raise AttachError("the balancer has this optimizer already: adopt each once")
-        refuse_shared(optimizer)
-        if name := self._replaced_in(optimizer):
-            raise AttachError(self._replaced_message(name))
+        if why := why_shared(optimizer) or self._why_replaced(optimizer):
+            raise AttachError(why)
         number = self._replaceable(instead_of) if instead_of is not None else -1
         if self._balancer.config.replica_slots and not self._known:
             raise AttachError(
@@ -96,8 +93,11 @@ class Optimizers(LoopHooks):
             check_elementwise(optimizer, self._experts, each=each, known=known)
         except OptimizerStateError as error:
             raise AttachError(str(error)) from None
-        if instead_of is not None:
-            self._let_go(number)
+        if instead_of is not None:  # its step is refused from here on
+            for handle in self._hooks.pop(number):
+                handle.remove()
+            self._balancer.tensors.forget(self._known[number], self._outside(number))
+            self._step_count.pop(number, None)
         self._hook(optimizer, number if instead_of is not None else len(self._known))
 
     def _replaceable(self, optimizer: torch.optim.Optimizer) -> int:
@@ -120,13 +120,6 @@ class Optimizers(LoopHooks):
             )
         return number
 
-    def _let_go(self, number: int) -> None:
-        """From here on this optimizer is none of the model's: its step says so."""
-        for handle in self._hooks.pop(number):
-            handle.remove()
-        self._balancer.tensors.forget(self._known[number], self._outside(number))
-        self._step_count.pop(number, None)
-
     def add(self, optimizers: Sequence[AnyOptimizer], container: torch.optim.Optimizer | None = None) -> None:
         """Hook optimizers that were checked, or what steps them in one step of its own, which lets them alone; first
         the balancer learns what they hold outside the model."""
@@ -136,6 +129,8 @@ class Optimizers(LoopHooks):
             elif isinstance(optimizer, torch.optim.Optimizer):
                 self._contained.append(optimizer)
                 self._balancer.tensors.train(optimizer, {})
+                if self._balancer.runtime.job.divided_rows:  # the framework saves it
+                    order_optimizer(optimizer, self._experts, self._balancer)
         if container is not None:
             number = len(self._known)
             self._known.append(container)
@@ -159,7 +154,7 @@ class Optimizers(LoopHooks):
         self._balancer.closing.callback(after.remove)
         before = optimizer.register_step_pre_hook(self._before_step)
         if self._balancer.runtime.job.divided_rows:  # the framework saves it
-            marks = order_optimizer(optimizer, self._experts, LogicalOrder(self._balancer))
+            marks = order_optimizer(optimizer, self._experts, self._balancer)
         else:
             refuse = partial(refuse_on_all, self._balancer, "load_state_dict of the optimizer")
             marks = mark_optimizer(optimizer, self._experts, self._homes_of, refuse)
@@ -195,21 +190,19 @@ class Optimizers(LoopHooks):
         """Take over what ``add_param_group`` has added since."""
         for number, optimizer in enumerate(self._known):
             if _count(optimizer) != self._held[number]:
-                if name := self._replaced_in(optimizer):
-                    raise RuntimeError(self._replaced_message(name))
+                if why := self._why_replaced(optimizer):
+                    raise RuntimeError(why)
                 self._held[number] = _count(optimizer)
                 # On one rank alone the average of gradients would be over other tensors than on the others.
                 self._balancer.runtime.barrier(f"add_param_group of a {type(optimizer).__name__}")
                 self._balancer.tensors.train_outside(self._outside(number))
 
-    def _replaced_in(self, optimizer: AnyOptimizer) -> str:
-        """The name of a parameter that attach has replaced; empty: there is none."""
+    def _why_replaced(self, optimizer: AnyOptimizer) -> str:
+        """Say that an optimizer has a parameter that attach has replaced; empty: it has none."""
         replaced = {id(parameter): name for name, parameter in self._balancer.runtime.model_check.replaced().items()}
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
-        return next((replaced[key] for key in held if key in replaced), "")
-
-    @staticmethod
-    def _replaced_message(name: str) -> str:
+        if (name := next((replaced[key] for key in held if key in replaced), "")) == "":
+            return ""
         return (
             f"the optimizer was given {name} as it was before attach, of all experts, with which the model no longer "
             "computes: take parameters from model.parameters() after attach"

@@ -186,8 +186,10 @@ class Before:
             state.clear()
             state.update(before)
         for parameter in self._meta:
-            if not parameter.is_meta:
-                _give_up_memory(parameter)
+            if not parameter.is_meta:  # back to the meta device; it stays the same object
+                bare = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+                bare.__dict__.update(parameter.__dict__)
+                torch.utils.swap_tensors(parameter, bare)
         for parameter, hooks in self._hooks:
             now = parameter._backward_hooks or {}
             for number in now.keys() - hooks:
@@ -209,10 +211,3 @@ class _Attributes:
         for value, before in self._inside:
             value.clear()
             value.update(before)
-
-
-def _give_up_memory(parameter: Tensor) -> None:
-    """Back to the meta device; the parameter stays the same object."""
-    bare = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    bare.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, bare)

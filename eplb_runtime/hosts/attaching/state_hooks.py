@@ -7,17 +7,22 @@ they would become other experts without a word. So it carries which experts it h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from ...balancer.balancer import Balancer
+from ...distributed.consensus import barrier
 from ...moe.experts.registry import MARK
+from ...moe.experts.slices import local, rearranged
+from .description import MoELayer
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -110,16 +115,9 @@ class _OfOneRank(Tensor):
 
 def warn_once_of_parts() -> Callable[[Homes], None]:
     """Return what says once that a state dict is of this rank alone: kept as a checkpoint, it would lose experts."""
-
-    @cache
-    def say(here: int, experts: int) -> None:
-        logger.warning(
-            "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole "
-            "use eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank",
-            here,
-            experts,
-        )
-
+    line = "state_dict() of an attached model holds this rank's %d of %d experts: for a checkpoint of the whole use "
+    line += "eplb_runtime.checkpoint.save, save_pretrained or logical_state_dict, on every rank"
+    say = cache(lambda here, experts: logger.warning(line, here, experts))
     return lambda homes: say(len(homes.here), len(homes.order))
 
 
@@ -187,9 +185,7 @@ def mark_optimizer(
 
     def held(state: dict[str, Any]) -> dict[int, tuple[str, Tensor]]:
         """Experts that the optimizer holds, by their number in a state dict, as far as that has numbers."""
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        return {n: (names[id(p)], p) for n, p in zip(numbers, every, strict=False) if id(p) in names}
+        return {number: (names[id(p)], p) for number, p in _numbered(optimizer, state) if id(p) in names}
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         experts = held(state)
@@ -232,3 +228,116 @@ def refusal(what: str, name: str, theirs: list[int], here: list[int], instead: s
 def _shown(experts: list[int]) -> str:
     more = ", ..." if len(experts) > 8 else ""
     return f"[{', '.join(map(str, experts[:8]))}{more}]"
+
+
+# -- in logical order, where a framework saves and loads experts itself: rows travel, in an exchange for each tensor ---
+
+
+class StateError(RuntimeError):
+    """State that cannot be brought into, or out of, logical order."""
+
+
+class LogicalOrder:
+    """The rows of an attached model's expert tensors, between logical order and the current placement."""
+
+    def __init__(self, balancer: Balancer) -> None:
+        self.balancer, registry = balancer, balancer.runtime.registry
+        self._layer_of = {id(p): layer for layer in registry.layers for p in registry.parameters(layer)}
+
+    def layer_of(self, parameter: Tensor) -> int | None:
+        """MoE layer index of an expert parameter, else None."""
+        return self._layer_of.get(id(parameter))
+
+    @torch.no_grad()
+    def converted(self, tensor: Tensor, layer: int, name: str, loads: bool) -> DTensor:
+        """Return a tensor in logical order, in new memory; or, where it ``loads``, one of logical order as experts
+        stand here. Collective."""
+        stand_E, groups = self.balancer.placement.homes_LRH[layer].reshape(-1), self.balancer.runtime.groups
+        logical_E = np.arange(len(stand_E))
+        here_E, wanted_E = (logical_E, stand_E) if loads else (stand_E, logical_E)
+        if not isinstance(tensor, DTensor) or local(tensor).shape[0] != len(stand_E) // len(groups.job.row_ranks):
+            raise StateError(
+                f"{name} is no DTensor whose rows are divided over ranks as the model's are: load and save it "
+                "by the framework's own checkpoints"
+            )
+        moved = rearranged(local(tensor), here_E, wanted_E, groups)
+        return DTensor.from_local(
+            moved, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+
+def keep_logical_order(
+    model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer, *, same_tensors: bool = False
+) -> None:
+    """Let the state of a model, or a stage of it, have experts in logical order, and be taken and loaded by all ranks
+    or none: one that does it alone says who is missing, and waits as long as the host would (ranks may read data
+    before).
+
+    ``same_tensors``: torchtitan's checkpointer keeps the tensors that it was given first, and writes into them what the
+    same key holds later: so they are the same tensors each time, and never those of the model.
+    """
+    order, everyone, seconds = LogicalOrder(balancer), list(balancer.runtime.job.ranks), balancer.config.timeout_seconds
+    for layer in layers:
+        _keep_order(layer, order, same_tensors)
+    meet = lambda what: barrier(everyone, what, seconds, patient=True)  # noqa: E731
+    model.register_state_dict_pre_hook(lambda *_: meet("the state of the model"))
+    model.register_load_state_dict_pre_hook(lambda *_: meet("the loading of the model's state"))
+    model.register_load_state_dict_post_hook(lambda *_: balancer.weights_changed())  # copies follow
+
+
+def _keep_order(layer: MoELayer, order: LogicalOrder, same_tensors: bool) -> None:
+    kept: dict[str, DTensor] = {}
+    experts, name, names = layer.experts, layer.name, layer.parameters
+    index = order.layer_of(layer.parameter(names[0]))
+    assert index is not None
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for own in names:
+            tensor = order.converted(state[prefix + own], index, f"{name}.{own}", False)
+            if own in kept:
+                local(kept[own]).copy_(local(tensor))
+            state[prefix + own] = kept.setdefault(own, tensor) if same_tensors else tensor
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise StateError(f"{name}: load_state_dict(assign=True) would replace the experts that are balanced")
+        for own in names:
+            if prefix + own in state:
+                state[prefix + own] = order.converted(state[prefix + own], index, f"{name}.{own}", True)
+
+    experts._register_state_dict_hook(saved)
+    experts._register_load_state_dict_pre_hook(loading, with_module=True)
+
+
+def order_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer
+) -> list[RemovableHandle]:
+    """Let the state of an optimizer have experts in logical order; returns how to end it."""
+    order = LogicalOrder(balancer)
+
+    def in_order(state: dict[str, Any], loads: bool) -> dict[str, Any]:
+        balancer.runtime.barrier("the state of the optimizer")
+        changed = dict(state["state"])
+        for number, parameter in _numbered(optimizer, state):
+            layer = order.layer_of(parameter)
+            if layer is not None and number in changed:
+                # One number for all experts (Adam's step) stays as it is.
+                changed[number] = {
+                    key: order.converted(value, layer, f"{names[id(parameter)]}/{key}", loads)
+                    if isinstance(value, Tensor) and value.numel() > 1
+                    else value
+                    for key, value in sorted(changed[number].items())
+                }
+        return {**state, "state": changed}
+
+    return [
+        optimizer.register_state_dict_post_hook(lambda _, state: in_order(state, False)),
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: in_order(state, True)),
+    ]
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yield parameters by their numbers in a state dict, as far as that has numbers."""
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return zip(numbers, every, strict=False)

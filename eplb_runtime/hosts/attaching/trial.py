@@ -13,18 +13,15 @@ import math
 import os
 import signal
 import sys
-import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,21 +40,15 @@ from ...placement import Placement
 from ...planner.policies import shuffled
 from ...utils.files import write_file
 from .description import AttachError, Stage
-from .trial_hooks import descendants, let_clipping_bite, listen
-from .unregistered import ALIKE, OWN, candidates, memories, named, shared_memory
+from .unregistered import holder_of, memories, suspects
 
 SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
-_SAME_SHARES, _DISTINCT, _EXACT, _CLOSER = 0.05, 0.05, 0.01, 0.25
-"""Relative distances: up to which gradients are sums of what backward passes gave, by which these must differ, and up
-to which a factor is a number of ranks; and how much closer a fit by rank is."""
-_ALIKE, _LEAST_ALIKE, _TIMES_OFF = 0.02, 1e-4, 10.0
-"""Relative distances up to which shares are alike, at most and at least; between them, times what a fit leaves."""
-_MOST_RANKS = SKETCHES // 2
-"""Up to which each rank's own share is distinguished."""
+_IS_SUM, _EXACT = 0.05, 0.01
+"""Relative distances up to which a gradient is a multiple of what backward passes gave, and a factor a number."""
 _SHARES = (
     "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
     "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
@@ -67,12 +58,14 @@ _BALANCERS = "the job attaches more than one balancer, and the first alone is co
 _UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
 """Root mean square of a rounding error, which is up to half of the distance between two numbers."""
+_NO_CLIPPING = 1e6
+"""Norms that are given to `clip_grad_norm_` to learn of the norm alone."""
 _ENOUGH_MEMORY = 0.8
 """Share of the free memory that the experts of a run with all of them on each rank may take."""
 FOUND = " ahead of the step"
 """Ends the name of a weight of which it is said how a step found it."""
-RUNS = ("run-1-fixed", "run-2-moved")
-"""Folders of the first runs, next to those of the others."""
+FIRST = "run-1-fixed"
+"""Folder of the first run, next to those of the others."""
 KINDS = ("found", "gradient", "buffer", "cache", "optimizer_state", "range", "number", "parameter")
 """Kinds of a tensor on record by its number, causes first; ``found``: a weight ahead of the optimizer's step;
 ``range``, ``number``: state of which ranks have parts; ``cache``: a buffer that checkpoints leave out, unless we
@@ -141,14 +134,12 @@ class TrialRun(LoopHooks):
         self._group, job = self._runtime.groups.background, self._runtime.job
         self._step = 0
         self._began = balancer.placement.epoch
-        self._losses: list[Tensor] = []
+        self._losses: list[float] = []
         self._shaken: set[int] = set()
         self._foreign: Counter[str] = Counter()
         self._steppers: list[Optimizer] = []
         self._calls = 0
-        self._spoiled: set[tuple[int, ...]] | None = None
-        self._steady: set[str] = set()
-        self._unchanged: set[tuple[int, ...]] = set()
+        self._digests: dict[str, int] | None = None
         self._rows: dict[tuple[str, int], tuple[TrialEntry, Tensor, Tensor]] = {}
         self._weighed: list[tuple[str, Tensor]] = []
         self._arrived: dict[str, Tensor] = {}
@@ -166,8 +157,10 @@ class TrialRun(LoopHooks):
         is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
         self._largest = math.inf
         hooks = ExitStack()
-        hooks.callback(listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None))
-        hooks.callback(let_clipping_bite(lambda: (self._step, self._largest)))
+        hooks.callback(
+            _listen(self._losses, self._before_forward, self._average_early if is_early else lambda *_: None)
+        )
+        hooks.callback(_let_clipping_bite(lambda: (self._step, self._largest)))
         self._undo = hooks.close
         balancer.loop.hooks.append(self)
         balancer.closing.callback(self._undo)
@@ -187,8 +180,7 @@ class TrialRun(LoopHooks):
             steps = register_optimizer_step_pre_hook(lambda one, *_: self._steppers.append(one))
             balancer.closing.callback(steps.remove)
             balancer.closing.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
-        self._first, self._second = (self._of_run(name) for name in RUNS)  # ranks meet here, and not in a forward
-        self._write([])
+        self._write()
 
     def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
         """Take digests of what optimizers have stepped that the balancer does not know; of one inside another not."""
@@ -210,29 +202,15 @@ class TrialRun(LoopHooks):
             self._balancer.reduce_gradients()
 
     def _before_forward(self, *_: object) -> None:
-        """See the precision, and, ahead of the last step, buffers; in a second run with fixed homes change what may
-        have been kept: what is another at the end was made from it."""
-        if self._spoiled is None and self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved"):
-            self._spoiled = set()
+        """See the precision, and buffers ahead of the last step."""
+        is_last = self._step == self._trial.steps - 1 and self._trial.layout in ("fixed", "moved")
+        if self._digests is None and is_last:
             dense = [one for one in self._entries() if one.expert < 0] if self._runtime.averages_dense else []
             self._digests = {f"buffer {one.name}": int(_sketched(one)[0]) for one in dense if one.kind == "buffer"}
-            suspects = self._second.get("unregistered") if self._trial.ends_process else None
-            if self._trial.layout == "fixed" and suspects:
-                self._spoiled = {tuple(one["shape"]) for one in suspects}
-                shared = shared_memory()
-                values = [value for value in self._candidates()[2] if value.shape in self._spoiled]
-                self._unchanged = {value.shape for value in values if not value.spoil(shared)}
-            elif self._trial.layout == "moved":
-                self._steady = {content for _, content in self._candidates()[0]}
         self._steppers.clear()  # a step that has raised is over
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
-
-    def _of_run(self, name: str) -> dict[str, Any]:
-        """Return what is on record of a run before; empty: there was none. Collective."""
-        path = Path(self._trial.folder).parent / name / "meta.json"
-        return dict(json.loads(gather_bytes(path.read_bytes() if path.exists() else b"{}", self._group)[0]))
 
     def _known(self) -> set[int]:
         """Return where everything is that the models and balancers of this process have."""
@@ -277,8 +255,7 @@ class TrialRun(LoopHooks):
             return
         self._step += 1
         self._shaken.clear()
-        counts = self._write([float(loss) for loss in self._losses])
-        self._losses.clear()
+        counts = self._write()
         if self._step == self._trial.steps:
             self._end()
         elif self._trial.layout == "moved":
@@ -307,7 +284,8 @@ class TrialRun(LoopHooks):
         self._meta["replaced"] = list(replaced)
 
     def _compare_shares(self) -> None:
-        """Note parameters whose gradient has other shares of what ranks' backward passes gave than experts have."""
+        """Note parameters whose gradient is another multiple of what ranks' backward passes gave than that of experts:
+        by a number of ranks, in two steps, where clipping these alone would give a factor of each step's own."""
         job, none = self._runtime.job, torch.zeros(SKETCHES, dtype=torch.float64)
         seen = dict.fromkeys(self._arrived, none)
         for name, parameter in self._weighed:
@@ -316,35 +294,24 @@ class TrialRun(LoopHooks):
         mine = {name: torch.stack([self._arrived.get(name, none), one]).tolist() for name, one in seen.items()}
         self._arrived.clear()
         of_ranks = list(map(json.loads, gather_bytes(json.dumps(mine).encode(), self._group)))
-        both = torch.tensor([one[""] for one in of_ranks if "" in one], dtype=torch.float64).sum(dim=0)
-        if both.ndim < 2 or (usual := _shares(both[:1], both[1])) is None:
-            return
-        for ranks in job.data_sets:
+        usual = _multiple([one[""] for one in of_ranks if "" in one], of_all=True)
+        numbers = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
+        for ranks in job.data_sets if usual else ():
             here = [of_ranks[job.ranks.index(rank)] for rank in ranks]
             for name in here[0].keys() - {""}:
-                given, seen_RS = torch.tensor([one[name] for one in here if name in one], dtype=torch.float64).unbind(1)
-                if (shares := _shares(given, seen_RS[0])) is not None:
-                    ratios = shares[0] / usual[0] * len(job.edp_ranks) * job.gradient_divisor
-                    self._judge(name, float(ratios.min()), float(ratios.max()), shares[1])
-
-    def _judge(self, name: str, least: float, most: float, off: float) -> None:
-        """Note shares of a wrong size: a rank's own, or the number of ranks too often or too seldom in two steps, where
-        clipping these alone would give a factor of each step's own."""
-        before, self._ratios[name], job = self._ratios.get(name, 0.0), most, self._runtime.job
-        counts = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
-        is_count = any(max(abs(r * by - 1) for r in (before, most)) < _EXACT for n in counts for by in (n, 1 / n))
-        line = _SHARES.format(name, least if most < 1 else most)
-        if most - least > max(_LEAST_ALIKE, min(_TIMES_OFF * off, _ALIKE)) * least:
-            self._balancer.guard.report(line)
-        elif is_count:  # it may be a rate of the loop's own
-            self._meta["doubts"].append(line)
+                if multiple := _multiple([one[name] for one in here if name in one]):
+                    ratio = multiple / usual * len(job.edp_ranks) * job.gradient_divisor
+                    before, self._ratios[name] = self._ratios.get(name, 0.0), ratio
+                    factors = [factor for number in numbers for factor in (number, 1 / number)]
+                    if any(max(abs(r / factor - 1) for r in (before, ratio)) < _EXACT for factor in factors):
+                        self._meta["doubts"].append(_SHARES.format(name, ratio))  # it may be a rate of the loop's own
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
         self._undo()
         _keys.cache_clear()
-        if self._spoiled is not None:
-            self._look_for_kept(self._spoiled)
+        if self._digests is not None:
+            self._look_for_kept()
             self._digests.update(self._foreign)
             of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
             job = self._runtime.job
@@ -355,42 +322,29 @@ class TrialRun(LoopHooks):
         self._write_meta()
         dist.barrier(self._group)
         if self._trial.ends_process:
-            for how in (signal.SIGTERM, signal.SIGKILL):  # what the job would end after its loop
-                for child in (children := descendants()):
-                    with suppress(OSError):  # it has ended by itself
-                        os.kill(child, how)
-                time.sleep(bool(children) and how == signal.SIGTERM)
+            for child in descendants():  # which the job would end after its loop
+                with suppress(OSError):  # it has ended by itself
+                    os.kill(child, signal.SIGTERM)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-    def _candidates(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return what may be experts, and is not known."""
-        return candidates([stage.model for stage in self._stages], self._runtime.registry, self._known())
-
-    def _look_for_kept(self, spoiled: Collection[tuple[int, ...]]) -> None:
-        """List what may be experts by place: with moved homes what the first run, with fixed homes, does not have; in a
-        second run with fixed homes what has another content than in the first one, where such shapes were spoiled."""
-        found, holders, _ = self._candidates()
-        mine = json.dumps(sorted({content for _, content in found})).encode()
-        ranks_with = Counter(chain.from_iterable(map(json.loads, gather_bytes(mine, self._group))))
-        self._meta["contents"] = sorted(ranks_with)
-        known, ranks = {*self._first.get("contents", ranks_with)}, len(self._runtime.job.data_ranks)
-        if not spoiled:
-            known = {c for c in known if not c.startswith(OWN) and (ranks_with[c] == ranks or not c.startswith(ALIKE))}
-            known |= {
-                content for content in self._steady if not content.startswith((ALIKE, OWN))
-            }  # data comes and stays
-        is_wanted = self._trial.layout == "moved" or bool(spoiled)
-        new = [place for place, (shape, one) in enumerate(found) if one not in known or shape in self._unchanged]
-        wanted = [place for place in new if is_wanted and (not spoiled or found[place][0] in spoiled)]
+    def _look_for_kept(self) -> None:
+        """List what may be experts by place, with moved homes: what the first run, with fixed homes, does not have, and
+        all that has the shape of a rank's own experts."""
+        first = Path(self._trial.folder).parent / FIRST / "meta.json"
+        before = json.loads(gather_bytes(first.read_bytes() if first.exists() else b"{}", self._group)[0])
+        found = suspects([stage.model for stage in self._stages], self._runtime.registry, self._known())
+        known = set(before.get("contents", ()))
         lines = [
-            {"holder": f"rank {self._runtime.job.rank}: {name}", "shape": shape}
-            for name, shape in named(found, holders, wanted)
+            {"holder": f"rank {self._runtime.job.rank}: {holder}", "shape": one.shape}
+            for one in (found if self._trial.layout == "moved" else ())
+            if (one.is_own or one.content not in known) and (holder := holder_of(one, found))
         ]
-        of_ranks = gather_bytes(json.dumps(lines).encode(), self._group)
-        all_lines = [line for of_rank in of_ranks for line in json.loads(of_rank)]
-        self._meta["confirmed" if spoiled else "unregistered"] = all_lines
+        mine = json.dumps([lines, [one.content for one in found]]).encode()
+        of_ranks = list(map(json.loads, gather_bytes(mine, self._group)))
+        self._meta["unregistered"] = [line for listed, _ in of_ranks for line in listed]
+        self._meta["contents"] = sorted({content for _, contents in of_ranks for content in contents})
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
@@ -461,32 +415,25 @@ class TrialRun(LoopHooks):
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
-    def _write(self, losses: list[float]) -> Tensor:
-        """Gather the record of a step, on rank 0 of the job. Returns int64 ``[L, E]``, the counts of all ranks."""
+    def _write(self) -> Tensor:
+        """Gather the record of a step, on rank 0 of the job: a line of JSON with the counts, and one of each rank.
+        Returns int64 ``[L, E]``, the counts of all ranks."""
         for entry in self._entries():
             if has_memory(entry.tensor):
                 self._rows[entry.name, entry.expert] = (entry, *_sketched(entry))
-        rows, self._rows = list(self._rows.values()), {}
-        names = sorted({entry.name for entry, _, _ in rows})
-        place = {name: index for index, name in enumerate(names)}
-        whole = torch.tensor(
-            [(place[e.name], e.expert, KINDS.index(e.kind), e.tensor.numel()) for e, _, _ in rows], dtype=torch.int64
-        ).reshape(-1, 4)
-        digests = torch.stack([digest for _, digest, _ in rows]).reshape(-1, 1) if rows else whole[:, :1]
-        sums = torch.stack([sums for _, _, sums in rows]) if rows else torch.zeros(0, 1 + SKETCHES)
-        head = json.dumps({"names": names, "rows": len(rows), "losses": losses}).encode()
-        body = torch.cat([whole, digests, sums.double().view(torch.int64)], dim=1).numpy().tobytes()
+        rows = [
+            (entry.name, entry.expert, entry.kind, entry.tensor.numel(), int(digest), sums.tolist())
+            for entry, digest, sums in self._rows.values()
+        ]
+        mine = json.dumps([list(map(float, self._losses)), rows])
+        self._rows.clear()
+        self._losses.clear()
         counts = self._counts if self._step else torch.zeros_like(self._runtime.counter.counts)
         total = gather_rows(counts.cpu().contiguous(), self._group).sum(dim=0)
         gather = _gather_on_first if self._trial.ends_process else gather_bytes  # else all ranks read the record
-        if received := gather(len(head).to_bytes(8, "little") + head + body, self._group):
-            folder = Path(self._trial.folder)
-            arrays: dict[str, Any] = {"counts": total.numpy()}
-            for rank, message in enumerate(received):
-                arrays[f"rank{rank}"] = np.frombuffer(message, dtype=np.uint8)
-            partial = folder / "partial.npz"
-            np.savez(partial, **arrays)
-            partial.replace(folder / f"step-{self._step:05d}.npz")
+        if received := gather(mine.encode(), self._group):
+            lines = [json.dumps(total.tolist()), *(line.decode() for line in received)]
+            write_file(Path(self._trial.folder) / f"step-{self._step:05d}.jsonl", "\n".join(lines))
         self._write_meta()
         return total
 
@@ -518,21 +465,15 @@ class TrialRun(LoopHooks):
         return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
 
 
-def _shares(given_RS: Tensor, seen_S: Tensor) -> tuple[Tensor, float] | None:
-    """Return the weight that each rank's gradient has in what the optimizer sees, one for all where that fits, and how
-    far off it may be; None: it is no such sum, or ranks' gradients are too much alike to tell."""
-    if not (given_RS.isfinite().all() and seen_S.isfinite().all()):
-        return None
-    fits = []
-    for columns_SR in (given_RS.sum(dim=0).unsqueeze(1), given_RS.T):
-        if columns_SR.shape[1] <= _MOST_RANKS and (cond := float(torch.linalg.cond(columns_SR))) <= 1 / _DISTINCT:
-            shares_R = torch.linalg.lstsq(columns_SR, seen_S.unsqueeze(1)).solution[:, 0]
-            off = float((columns_SR @ shares_R - seen_S).norm() / seen_S.norm())
-            fits += [(off, shares_R, cond)] if off < _SAME_SHARES else []
-    if not fits:
-        return None
-    off, shares_R, cond = fits[-1 if fits[-1][0] < _CLOSER * fits[0][0] else 0]
-    return shares_R, off * cond
+def _multiple(given_and_seen: Sequence[Any], of_all: bool = False) -> float:
+    """Return how often the sum of what ranks' backward passes gave is in what the optimizer sees, on the first rank or
+    added up over all; 0: it is no multiple."""
+    if not given_and_seen:
+        return 0.0
+    given_RS, seen_RS = torch.tensor(given_and_seen, dtype=torch.float64).unbind(1)
+    given_S, seen_S = given_RS.sum(dim=0), seen_RS.sum(dim=0) if of_all else seen_RS[0]
+    multiple = given_S @ seen_S / (given_S @ given_S)
+    return float(multiple) if bool((multiple * given_S - seen_S).norm() < _IS_SUM * seen_S.norm()) else 0.0
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
@@ -573,3 +514,78 @@ def _gather_on_first(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     into = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, into, dst=dist.get_global_rank(group, 0), group=group)
     return [row[:length].numpy().tobytes() for row, length in zip(into or (), lengths, strict=False)]
+
+
+# -- hooks into torch, and what a job has started ----------------------------------------------------------------------
+
+
+def descendants(process: int | str = "self") -> list[int]:
+    """Return the processes that a process has started, and that these have."""
+    found: list[int] = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, children.read_text().split())
+    return found + [one for child in found for one in descendants(child)]
+
+
+def _listen(losses: list[float], before_forward: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
+    """Collect what ``backward()`` is called on, and call functions before each module's forward and after each backward
+    pass. Returns one that ends all."""
+    inner: Any = torch.autograd._engine_run_backward
+
+    def run(outputs: Any, grad_outputs: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = inner(outputs, grad_outputs, retain, create, inputs, *args, **kwargs)
+        if kwargs.get("accumulate_grad"):
+            losses.extend(float(root) for root in outputs if isinstance(root, Tensor) and root.numel() == 1)
+            after()
+        return found
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+    handle = nn.modules.module.register_module_forward_pre_hook(before_forward)
+
+    def undo() -> None:
+        torch.autograd._engine_run_backward = inner
+        handle.remove()
+
+    return undo
+
+
+def _let_clipping_bite(now: Callable[[], tuple[int, float]]) -> Callable[[], None]:
+    """Let torch's clipping bite in each step: half of the norm of the step before is allowed, or half of the largest
+    element then. ``now`` gives the step's number and that element. Returns what ends it."""
+    norms: dict[object, float] = {}  # by what is clipped, and how often it was in this step
+    seen: Counter[object] = Counter()
+    at = -1
+    module = torch.nn.utils.clip_grad
+    # Loops have the function that sees to no_grad; what it calls is in its closure.
+    inside = next((cell for cell in module.clip_grad_value_.__closure__ or () if callable(cell.cell_contents)), None)
+    by_norm = module._clip_grads_with_norm_
+    by_value: Any = None if inside is None else inside.cell_contents
+
+    def clip_norm(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        nonlocal at
+        if at != now()[0]:
+            seen.clear()
+        at = now()[0]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        seen[shapes := tuple(one.shape for one in parameters)] += 1
+        key = shapes, seen[shapes]
+        norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
+        half = norms.setdefault(key, norm) / 2
+        bites = 0 < half < math.inf and max_norm < _NO_CLIPPING
+        if 0 < norm < math.inf:
+            norms[key] = norm
+        by_norm(parameters, min(half, max_norm) if bites else max_norm, total_norm, *args, **kwargs)
+
+    def clip_value(parameters: Any, value: float, *args: Any, **kwargs: Any) -> None:
+        by_value(parameters, min(float(value), now()[1] / 2 or math.inf), *args, **kwargs)
+
+    def undo() -> None:
+        module._clip_grads_with_norm_ = by_norm
+        if inside is not None:
+            inside.cell_contents = by_value
+
+    module._clip_grads_with_norm_ = clip_norm
+    if inside is not None:
+        inside.cell_contents = clip_value
+    return undo

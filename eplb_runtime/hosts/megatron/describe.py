@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,14 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronLayer
 from torch import nn
 
-from ...config import BalancerConfig, DispatchConfig
+from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
 from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
+from .saved_state import weights
 from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of
-from .weights import weights
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -36,7 +35,8 @@ def describe(model: nn.Module) -> HostModel:
     """Return the MoE layers of a Megatron model or stage, as ``get_model`` gives it, or bare."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
-        _check_layer(name, module)
+        if not isinstance(module, MegatronLayer):
+            raise AttachError(f"{name} is a {type(module).__name__}, no MoELayer: how it routes tokens is not known")
     layers = tuple(_describe_layer(name, module) for name, module in found)
     wrapped = _is_wrapped(model, layers)
     if layers and wrapped and not hasattr(model, "ddp_config"):
@@ -49,7 +49,12 @@ def describe(model: nn.Module) -> HostModel:
         ranks=_ranks(model, found, wrapped),
         optimizer=partial(adapt, wrapped),
         dispatches=True,
-        dense_is_equal=not layers or _dense_is_equal(model),
+        # With tensor parallelism ranks hold parts; with overlap_param_gather parts come late, in the next forward.
+        dense_is_equal=not layers
+        or (
+            parallel_state.get_tensor_model_parallel_world_size() == 1
+            and not getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False)
+        ),
         problems=partial(_problems, model),
         refuses=partial(_refuses, layers, wrapped),
         weights=partial(weights, layers),
@@ -92,14 +97,6 @@ def _is_wrapped(model: nn.Module, layers: Sequence[MoELayer]) -> bool:
     return found.pop() if found else hasattr(model, "ddp_config")
 
 
-def _dense_is_equal(model: nn.Module) -> bool:
-    """With tensor parallelism ranks hold parts; with overlap_param_gather parts come late, in the next forward."""
-    ddp = getattr(model, "ddp_config", None)
-    return parallel_state.get_tensor_model_parallel_world_size() == 1 and not getattr(
-        ddp, "overlap_param_gather", False
-    )
-
-
 def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) -> Ranks | None:
     """None: no model of Megatron's, or a whole one without an MoE layer."""
     pipeline_size = parallel_state.get_pipeline_model_parallel_world_size() if parallel_state.is_initialized() else 1
@@ -107,20 +104,12 @@ def _ranks(model: nn.Module, found: Sequence[tuple[str, Any]], wrapped: bool) ->
     if not found and not is_stage:
         return None
     group = found[0][1].ep_group if found else parallel_state.get_expert_model_parallel_group()
+    is_divided = getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", False)
     return Ranks(
         ep=tuple(dist.get_process_group_ranks(group)),
         stages=(_stage(model, pipeline_size),) if is_stage else (0,),
         gradient_divisor=1 if wrapped else None,
-        divided_state=_divides_experts(model),
-    )
-
-
-def _divides_experts(model: nn.Module) -> bool:
-    """Return whether optimizer state of experts is divided over the ranks that hold them."""
-    ddp = getattr(model, "ddp_config", None)
-    return (
-        bool(getattr(ddp, "use_distributed_optimizer", False))
-        and dist.get_world_size(parallel_state.get_expert_data_parallel_group()) > 1
+        divided_state=is_divided and dist.get_world_size(parallel_state.get_expert_data_parallel_group()) > 1,
     )
 
 
@@ -179,10 +168,6 @@ def why_not_followed(name: str, module: Any) -> str:
 
 
 def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
-    if config.replica_slots:
-        return "replica_slots with Megatron: its dispatchers know one place for an expert; use replica_slots=0"
-    if replace(config.dispatch, kernels=True) != DispatchConfig():
-        return "dispatch with Megatron: its own dispatchers carry tokens; leave dispatch out"
     if config.overlap:
         return "overlap=True with Megatron is not supported yet: leave it False"
     if wrapped and config.dense_gradients == "allreduce":
@@ -195,12 +180,6 @@ def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) 
             "DistributedDataParallel, and give attach its optimizer"
         )
     return ""
-
-
-def _check_layer(name: str, module: nn.Module) -> None:
-    """Check that columns can change places; settings have rules of their own."""
-    if not isinstance(module, MegatronLayer):
-        raise AttachError(f"{name} is a {type(module).__name__}, no MoELayer: how it routes tokens is not known")
 
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:

@@ -98,7 +98,14 @@ class StepByMegatron:
         for name, parameter in self._experts.items():
             if parameter.requires_grad and id(parameter) not in self._leaf_of:
                 raise AttachError(_elsewhere(name, 0, parameter))
-        self._check_norm()
+        together = [leaf for leaf in self._leaves_of_experts() if not _is_for_experts(leaf)]
+        if not _layer_wise(optimizer) and (together or not isinstance(optimizer, ChainedOptimizer)):
+            # Experts cannot be taken out of its own norm, which follows the order of slots.
+            raise AttachError(
+                f"Megatron's {type(together[0] if together else optimizer).__name__} would clip by a norm that depends "
+                "on where experts are: it is no chain with an optimizer of its own for experts; give attach what "
+                "get_megatron_optimizer gives"
+            )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -172,21 +179,22 @@ class StepByMegatron:
         for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none
             joined.put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
             if one is not optimizer:  # Megatron-LM chains it with a distributed optimizer of what is no matrix
-                joined.put(optimizer, "get_grad_norm", partial(_norm_of_chain, optimizer))
+                joined.put(optimizer, "get_grad_norm", lambda: _root(optimizer.chained_optimizers))
         if not layer_wise:
-
-            def norm() -> float:
-                norms = [leaf.get_grad_norm() for leaf in others]
-                square = float(square_of_experts(self._gradient_of))
-                return math.sqrt(square + sum(float(one) ** 2 for one in norms if one))
-
-            joined.put(optimizer, "get_grad_norm", norm)
+            square = lambda: float(square_of_experts(self._gradient_of))  # noqa: E731
+            joined.put(optimizer, "get_grad_norm", lambda: _root(others, square()))
         put_for_state = partial(joined.put, for_state=True)
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, put_for_state)
             else:
-                say_experts(leaf, partial(self._experts_in, leaf, experts_here), put_for_state)
+                held = {
+                    self._layer_of[name]: parameter
+                    for name, parameter in self._experts.items()
+                    if self._leaf_of.get(id(parameter)) is leaf
+                }
+                here = lambda held=held: {layer: experts_here(one) for layer, one in held.items()}  # noqa: E731
+                say_experts(leaf, here, put_for_state)
         return joined
 
     def _norm_of_all(self, own_norm: Callable[[], float], square_of_experts: Square) -> float:
@@ -212,29 +220,8 @@ class StepByMegatron:
         gradient: Tensor | None = getattr(given, "decoupled_grad", given.grad)
         return gradient
 
-    def _experts_in(self, leaf: Any, experts_here: Callable[[Tensor], list[int]]) -> dict[str, list[int]]:
-        """The logical experts in this rank's slots, of the layers that an optimizer steps here."""
-        held = {
-            self._layer_of[name]: parameter
-            for name, parameter in self._experts.items()
-            if self._leaf_of.get(id(parameter)) is leaf
-        }
-        return {layer: experts_here(parameter) for layer, parameter in held.items()}
-
     def _leaves_of_experts(self) -> list[Any]:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
-
-    def _check_norm(self) -> None:
-        """Refuse an optimizer out of whose own norm, which follows the order of slots, `join` cannot take experts."""
-        if _layer_wise(self._optimizer):
-            return
-        together = [leaf for leaf in self._leaves_of_experts() if not _is_for_experts(leaf)]
-        if together or not isinstance(self._optimizer, ChainedOptimizer):
-            odd = together[0] if together else self._optimizer
-            raise AttachError(
-                f"Megatron's {type(odd).__name__} would clip by a norm that depends on where experts are: it is no "
-                "chain with an optimizer of its own for experts; give attach what get_megatron_optimizer gives"
-            )
 
 
 class Joined:
@@ -255,9 +242,9 @@ class Joined:
         self._put.clear()
 
 
-def _norm_of_chain(chain: Any) -> float:
-    """The norm of optimizers that have each a norm of their own."""
-    return math.sqrt(sum(float(one.get_grad_norm() or 0.0) ** 2 for one in chain.chained_optimizers))
+def _root(optimizers: Sequence[Any], square: float = 0.0) -> float:
+    """Return the norm of optimizers that have each a norm of their own, with another square."""
+    return math.sqrt(square + sum(float(one.get_grad_norm() or 0.0) ** 2 for one in optimizers))
 
 
 def _chains(optimizer: Any) -> Iterator[ChainedOptimizer]:
@@ -287,7 +274,7 @@ def _is_for_experts(leaf: Any) -> bool:
 def _held(leaf: Any) -> set[int]:
     """Ids of the model's parameters that an optimizer steps, here or on ranks that hold the same."""
     if isinstance(leaf, DistributedOptimizer):
-        return {id(parameter) for parameter in stepped_by_all(leaf)}
+        return {id(parameter) for buffer in leaf.buffers for parameter in buffer.param_index_map}
     if isinstance(leaf, Float16OptimizerWithFloat16Params):
         groups = [*leaf.float16_groups, *leaf.fp32_from_fp32_groups]
         return {id(parameter) for group in groups for parameter in group}
@@ -356,12 +343,6 @@ def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
 def ranks_of(leaf: Any) -> tuple[int, ...]:
     """The ranks that a distributed optimizer divides over, in their order."""
     return tuple(dist.get_process_group_ranks(leaf.data_parallel_group))
-
-
-def stepped_by_all(leaf: Any) -> Iterator[Tensor]:
-    """The model's parameters that a distributed optimizer steps, on this rank or on others."""
-    for buffer in leaf.buffers:
-        yield from buffer.param_index_map
 
 
 def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:

@@ -1,16 +1,20 @@
-"""Saved state of Megatron's experts and optimizers, in logical order wherever experts are.
+"""Saved state and exported weights of Megatron's experts and optimizers, in logical order wherever experts are.
 
 Distributed checkpoints name a rank's experts by their slots: what Megatron makes is taken as it is and renumbered, and
 optimizers take over the names of the parameters. Plain state goes by place: it says of which experts it is, or is not
-taken.
+taken. Exports have the names of modules, with layers numbered over all pipeline stages and experts over all ranks, as
+converters to other formats take them; Megatron counts both from 0 on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -18,15 +22,21 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...checkpoint.state import CheckpointError, TensorSpec
+from ...checkpoint.stream import Weight, as_named
 from ...moe.experts.registry import MARK
+from ..attaching.description import MoELayer
 from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
 
 BUCKETS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
 """Ways to save a distributed optimizer's state by where it lies in its buffers, which does not say whose it is."""
 Put = Callable[[Any, str, Callable[..., Any]], None]
 """Puts a method in the place of a thing's own."""
+_WRAPPERS = re.compile(r"^(?:module\.)*")
+"""Of Megatron's DistributedDataParallel and Float16Module."""
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 
 
 def save_by_logical_expert(module: Any, logical_of_slots: Callable[[], Tensor]) -> None:
@@ -101,6 +111,13 @@ def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put:
     """Let a distributed optimizer save and load no state by place once experts have moved."""
     own = leaf.sharded_state_dict
 
+    def refuse(way: str) -> None:
+        if has_moved():
+            raise RuntimeError(
+                f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have moved: "
+                "use sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
+            )
+
     def sharded_state_dict(
         model_sharded_state_dict: Any,
         is_loading: bool = False,
@@ -108,27 +125,74 @@ def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put:
         metadata: dict[str, Any] | None = None,
     ) -> Any:
         way = sharding_type or (metadata or {}).get("distrib_optim_sharding_type")
-        if way in BUCKETS and has_moved():
-            raise RuntimeError(_by_place(way))
+        if way in BUCKETS:
+            refuse(way)
         return own(model_sharded_state_dict, is_loading, sharding_type, metadata)
+
+    def by_place(way: str, by_megatron: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse(way)
+        return by_megatron(*args, **kwargs)
 
     put(leaf, "sharded_state_dict", sharded_state_dict)
     for thing in {id(one): one for one in (optimizer, leaf)}.values():
         for name in ("save_parameter_state", "load_parameter_state"):
-            put(thing, name, _refusing(getattr(thing, name), name, has_moved))
+            put(thing, name, partial(by_place, name, getattr(thing, name)))
 
 
-def _refusing(own: Callable[..., Any], name: str, has_moved: Callable[[], bool]) -> Callable[..., Any]:
-    def by_place(*args: Any, **kwargs: Any) -> Any:
-        if has_moved():
-            raise RuntimeError(_by_place(name))
-        return own(*args, **kwargs)
-
-    return by_place
+# -- exported weights --------------------------------------------------------------------------------------------------
 
 
-def _by_place(way: str) -> str:
-    return (
-        f"the distributed optimizer's state would be saved or loaded by place ({way}), and experts have moved: use "
-        "sharded_state_dict, by parameter (distrib_optim_sharding_type 'fully_reshardable')"
-    )
+def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> list[Weight]:
+    """Return parameters and persistent buffers; collective where parameters are gathered late."""
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        raise CheckpointError(
+            "tensor parallelism cuts Megatron's tensors, and how they are put together is known to converters alone: "
+            "export inside balancer.logical_order() by the converter that you have (Megatron-Bridge, slime, verl)"
+        )
+    if getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False):
+        model.start_param_sync(force_sync=True)  # type: ignore[operator]  # those of the last step are on their way
+    experts: dict[str, Weight] = {}
+    for number, layer in enumerate(layers, start=first_layer):
+        for what, names in layer.slots.items():
+            weight = _of_experts(_global(model, f"{layer.name}.{what}"), layer, names, number)
+            experts.update(dict.fromkeys((f"{layer.name}.{name}" for name in names), weight))
+    found: dict[int, Weight] = {}
+    for name, tensor in _tensors(model):
+        weight = experts.get(name) or _alone(_global(model, name), tensor)
+        found[id(weight)] = weight
+    return list(found.values())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a state dict."""
+    yield from model.named_parameters()
+    passing = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, buffer in model.named_buffers():
+        if name not in passing and isinstance(buffer, Tensor):
+            yield name, buffer
+
+
+def _alone(name: str, tensor: Tensor) -> Weight:
+    shared = ".word_embeddings." in name or ".position_embeddings." in name  # the stages of MTP have them, too
+    return replace(as_named(name, tensor, None, TensorSpec(tuple(tensor.shape), tensor.dtype)), shared=shared)
+
+
+def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -> Weight:
+    """One kind of tensor of all experts of a layer; ``*`` in the name is an expert's number."""
+    rows = tuple(layer.parameter(own) for own in names)
+    spec = TensorSpec(tuple(rows[0].shape), rows[0].dtype)
+    named = [name.replace("*", str(expert)) for expert in range(layer.num_experts)]
+    return Weight((rows,), number, dict.fromkeys(named, spec), {name: name}, lambda values: {name: values[0]})
+
+
+def _global(model: Any, name: str) -> str:
+    """A name with its layer's number over the whole model, and without wrappers."""
+    if match := _LAYER.match(name):
+        layer = model.get_submodule(f"{match.group(1)}.{match.group(2)}")
+        if isinstance(number := getattr(layer, "layer_number", None), int):  # from 1 on
+            name = f"{match.group(1)}.{number - 1}.{name[match.end() :]}"
+    return _WRAPPERS.sub("", name)

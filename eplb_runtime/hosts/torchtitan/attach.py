@@ -1,5 +1,10 @@
 """From a torchtitan config to a balanced training: what is set in the config, and what happens when the Trainer has
-built its optimizers."""
+built its optimizers.
+
+torchtitan makes pipeline stages without examples of what they get. So torch runs a forward and a backward of its own
+through them, on unwritten memory, ahead of the first step and whenever training and validation take turns. That is no
+batch: it counts nowhere, and no token travels.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as titan
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig, DispatchConfig
+from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
-from .. import _all_can_attach
+from .. import _all_can_attach, pipelining
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
 from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
-from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..attaching.state_hooks import keep_logical_order
 from ..refusals import NOT_RUN
-from .experts import balanced_experts, describe, routed_experts
-from .pipeline import accompany, build_pipeline, numbers_of
+from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import (
     BACKENDS,
     STANDARD,
@@ -35,7 +40,6 @@ from .settings import (
     notes,
     refusals,
 )
-from .state import BalancedOptimizers, balanced_optimizers
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -48,7 +52,7 @@ BuildFunction = Callable[[Any, list[nn.Module], ParallelDims], None]
 def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """Let a training that torchtitan makes of this config balance its routed experts.
 
-    It adds two overrides to ``config.override.imports``, one more call after the model's own
+    It adds an override to ``config.override.imports``, one more call after the model's own
     ``post_optimizer_build_fn``, one after its ``pipelining_fn``, and one before its ``parallelize_fn``. The balancer is
     ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
 
@@ -62,10 +66,10 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
-    imports = [_path(balanced_experts), _path(balanced_optimizers)]
-    if any(entry in config.override.imports for entry in imports):
+    path = f"{balanced_experts.__module__}.{balanced_experts.__name__}"
+    if path in config.override.imports:
         raise AttachError("this config is balanced already: call balance() once")
-    config.override.imports = [*config.override.imports, *imports]
+    config.override.imports = [*config.override.imports, path]
     spec = config.model_spec
     spec.post_optimizer_build_fn = partial(
         _build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig(), trainer_config=config
@@ -73,10 +77,6 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     spec.parallelize_fn = partial(_parallelize, spec.parallelize_fn)
     if spec.pipelining_fn is not None:
         spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
-
-
-def _path(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__name__}"
 
 
 def _parallelize(
@@ -108,7 +108,7 @@ def _build(
     device, settings = torch.device("cpu"), TitanSettings()
     try:
         settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
-        _refuse(settings, optimizers, config)
+        _refuse(settings, config)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
         numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
@@ -132,13 +132,10 @@ def _build(
     )
     if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
         logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
-    optimizers.order = order = LogicalOrder(balancer)
-    for layer in (layer for stage in stages for layer in stage.host.layers):
-        keep_order(layer, order, same_tensors=True)
-    for part in model_parts:
-        synchronize_state(part, order)
+    for stage in stages:
+        keep_logical_order(stage.model, stage.host.layers, balancer, same_tensors=True)
     if parallel_dims.pp_enabled:
-        accompany(model_parts, balancer)
+        _accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)
 
 
@@ -154,21 +151,11 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
     )
 
 
-def _refuse(settings: TitanSettings, optimizers: Any, config: BalancerConfig) -> None:
+def _refuse(settings: TitanSettings, config: BalancerConfig) -> None:
     """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
     refused = [str(one) for one in refusals(settings)]
     if config.replica_slots:
         refused += [f"replica_slots={config.replica_slots} with {one}" for one in refusals(settings, True)]
-    if settings.moe_comm_backend != STANDARD and replace(config.dispatch, kernels=True) != DispatchConfig():
-        refused.append(
-            f"dispatch with moe_comm_backend='{settings.moe_comm_backend}': torchtitan's dispatcher sends tokens; "
-            "leave dispatch out"
-        )
-    if not isinstance(optimizers, BalancedOptimizers):
-        refused.append(
-            f"the optimizers are a {type(optimizers).__name__} that eplb_runtime's override did not replace, and its "
-            f"state would be saved in another order: override.imports must have {_path(balanced_optimizers)}"
-        )
     if config.initial_placement is not None:
         refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
     if refused:
@@ -179,7 +166,9 @@ def _live_settings(
     optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
 ) -> TitanSettings:
     blocks = [block for part in model_parts for block in part.modules()]
-    dispatchers, dims = _dispatchers(trainer_config), parallel_dims
+    # Of the whole model, also where this rank's stages have none.
+    traversed = trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)
+    dispatchers, dims = [one for _, one, _, _ in traversed], parallel_dims
     return TitanSettings(
         top_k=dispatchers[0].top_k if dispatchers else 0,
         expert_parallel_degree=dims.ep,
@@ -189,19 +178,9 @@ def _live_settings(
         expert_data_parallel_size=max(dims.world_size // (dims.pp * dims.ep), 1),
         moe_comm_backend=backend_of(dispatchers),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        compiled=any(map(_is_compiled, blocks)),
+        compiled=any(one._compiled_call_impl is not None and any(True for _ in routed_experts(one)) for one in blocks),
         optimizers=tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
     )
-
-
-def _dispatchers(trainer_config: Any) -> list[Any]:
-    """Configs of the whole model's token dispatchers, also where this rank's stages have none."""
-    return [one for _, one, _, _ in trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
-
-
-def _is_compiled(block: nn.Module) -> bool:
-    """Return whether torchtitan has compiled a block that has routed experts."""
-    return block._compiled_call_impl is not None and any(True for _ in routed_experts(block))
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
@@ -239,3 +218,79 @@ def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
 
     setattr(clip, _BALANCER, True)
     titan._clip_grad_norm_with_ep = clip
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+_SCHEDULE = "_eplb_runtime_schedule"
+_SHAPE_METHODS = ("_forward_metadata_inference", "_backward_metadata_inference")
+"""What torch's stages learn shapes by."""
+
+Built = tuple[pipelining.Schedule, list[nn.Module], bool, bool]
+
+
+def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) -> Built:
+    """As the model's own ``pipelining_fn``; its parts remember the schedule, which the Trainer keeps to itself."""
+    built = own(model, **options)
+    for part in built[1]:
+        part.__dict__[_SCHEDULE] = built[0]
+    return built
+
+
+def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Return the pipeline stage of each part of a model."""
+    number_of = {
+        id(stage.submod): stage.stage_index
+        for schedule in [_schedule_of(model_parts)]
+        for stage in pipelining.stages_of(schedule)
+        if all(hasattr(stage, method) for method in _SHAPE_METHODS)
+    }
+    if not all(id(part) in number_of for part in model_parts):
+        raise AttachError(
+            f"the stages of torch {torch.__version__} learn shapes in a way that eplb_runtime does not know, and would "
+            "count tokens that are none: use torch 2.13 or 2.14"
+        )
+    return tuple(number_of[id(part)] for part in model_parts)
+
+
+def _accompany(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
+    """What the schedule of these parts asks of the balancer that they are attached to."""
+    schedule = _schedule_of(model_parts)
+    pipelining.accompany(schedule, balancer)
+    for stage in pipelining.stages_of(schedule):
+        for method in _SHAPE_METHODS:
+            setattr(stage, method, _without_tokens(getattr(stage, method), stage.submod))
+    for part in model_parts:
+        del part.__dict__[_SCHEDULE]
+
+
+def _schedule_of(model_parts: Sequence[nn.Module]) -> pipelining.Schedule:
+    schedule: pipelining.Schedule | None = model_parts[0].__dict__.get(_SCHEDULE)
+    if schedule is None:
+        raise AttachError(
+            "the pipeline was made by another function than the one that balance() set: leave "
+            "config.model_spec.pipelining_fn as it sets it"
+        )
+    return schedule
+
+
+def _without_tokens(own: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+    """In it, routed experts give back what they get, and torchtitan's counters of tokens end as they were."""
+    experts = [module for module in model.modules() if isinstance(module, BalancedRoutedExperts)]
+    counters = [module.tokens_per_expert_E for module in model.modules() if isinstance(module, MoE)]
+
+    @wraps(own)
+    def without_tokens(*args: Any, **options: Any) -> Any:
+        before = [counter.clone() for counter in counters]
+        for routed in experts:
+            routed.only_shapes = True
+        try:
+            return own(*args, **options)
+        finally:
+            for routed in experts:
+                routed.only_shapes = False
+            for counter, was in zip(counters, before, strict=True):
+                counter.copy_(was)
+
+    return without_tokens

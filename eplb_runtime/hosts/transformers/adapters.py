@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.state import JointAccess, LogicalView
-from ...checkpoint.stream import TensorList, brought
-from ...checkpoint.weights import TensorSpec, as_named
-from ..attaching.description import AttachError, MoELayer, spread_of
+from ...checkpoint.state import JointAccess, LogicalView, TensorSpec
+from ...checkpoint.stream import TensorList, as_named, brought
+from ..attaching.description import AttachError, MoELayer, refusing, spread_of
 
 MERGE = (
     "experts are spread over ranks: to get a whole model, save_pretrained (on every rank) and merge_and_unload in a "
     "process of its own"
+)
+_DELETE = (
+    "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was not "
+    "attached"
 )
 
 
@@ -53,12 +55,6 @@ class LowRank:
     def linears(self) -> tuple[nn.Module, nn.Module]:
         """The modules that hold them."""
         return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
-
-    @property
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """The two tensors, as they are now."""
-        a, b = self.linears
-        return a.get_parameter("weight"), b.get_parameter("weight")
 
     @property
     def scaling(self) -> float:
@@ -113,13 +109,6 @@ def a_of_peft(stack: Tensor) -> Tensor:
 def b_of_peft(stack: Tensor) -> Tensor:
     """``[E, out, r] -> [out, r*E]``."""
     return stack.permute(1, 2, 0).reshape(stack.shape[1], -1)
-
-
-def factors(a: Tensor, b: Tensor, matrix: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """The two factors, in the matrix's dtype, whose product has the shape of ``matrix``: ``[S, out, in]``, or
-    ``[S, in, out]`` of a transposed one."""
-    left, right = (a.transpose(1, 2), b.transpose(1, 2)) if transposed else (b, a)
-    return left.to(matrix.dtype), right.to(matrix.dtype)
 
 
 # -- finding them ------------------------------------------------------------------------------------------------------
@@ -209,8 +198,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
             f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
             "target the experts' matrices alone"
         )
-    a, b = one.pair
-    if isinstance(a, DTensor) or isinstance(b, DTensor):
+    if any(isinstance(linear.weight, DTensor) for linear in one.linears):
         raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
     return one
 
@@ -223,36 +211,14 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) 
     for layer, adapted in layers:
         for one in adapted.low_rank:
             _load_by_expert(model, layer, adapted, one)
-            object.__setattr__(one.wrapper, "update_layer", partial(_refuse_another, layer.name))
+            late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
+            object.__setattr__(one.wrapper, "update_layer", refusing(late))
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
             for name in ("_unload_and_optionally_merge", "merge_adapter"):
-                object.__setattr__(module, name, _refuse_merge)
-            delete: Any = module.delete_adapter
-            object.__setattr__(module, "delete_adapter", partial(_refuse_deleted, layers, delete))
+                object.__setattr__(module, name, refusing(MERGE))
+            object.__setattr__(module, "delete_adapter", refusing(_DELETE))
     _save_together(model, layers)
-
-
-def _refuse_another(name: str, adapter: str, *_: Any, **__: Any) -> None:
-    raise AttachError(
-        f"adapter {adapter!r} on the experts of {name} was added after attach: add it before, and attach then"
-    )
-
-
-def _refuse_deleted(
-    layers: Sequence[tuple[MoELayer, AdaptedExperts]], own: Callable[..., None], adapter_name: str
-) -> None:
-    for layer, adapted in layers:
-        if any(one.adapter == adapter_name for one in adapted.low_rank):
-            raise AttachError(
-                f"adapter {adapter_name!r} is on the experts of {layer.name}, which compute with it: switch it off "
-                "(disable_adapter()), or delete it in a model that was not attached"
-            )
-    own(adapter_name)
-
-
-def _refuse_merge(*_: Any, **__: Any) -> None:
-    raise AttachError(MERGE)
 
 
 def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, one: LowRank) -> None:
@@ -297,7 +263,7 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         view = LogicalView(model)
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
-        state = _detached_state(saver.state_dict)
+        state = detached_state(saver.state_dict)
         for name, stack in _brought(view, list(of_peft), joint.ranks[0]).items():
             state[name.removeprefix(prefix)] = of_peft[name](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
@@ -329,36 +295,11 @@ def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Te
     return dict(brought(tensors, [rank] * len(tensors.pieces)))
 
 
-def _detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and there is no warning."""
+def detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and there is no warning that
+    it is in part."""
     state = state_dict(keep_vars=True)
     return {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def save_without_warning(module: Any) -> None:
-    """Let a library's ``save_pretrained`` that writes adapters alone, whole on every rank, read the model's state."""
-    own: Any = module.save_pretrained
-
-    def save_pretrained(*arguments: Any, **options: Any) -> Any:
-        """As the library's."""
-        with read_without_warning(module):
-            return own(*arguments, **options)
-
-    object.__setattr__(module, "save_pretrained", save_pretrained)
-
-
-@contextmanager
-def read_without_warning(module: Any) -> Iterator[None]:
-    """While it lasts, ``module.state_dict()`` gives detached live memory, without a warning that it is in part."""
-    before = module.__dict__.get("state_dict")
-    own = module.state_dict
-    object.__setattr__(module, "state_dict", lambda *_, **__: _detached_state(own))
-    try:
-        yield
-    finally:
-        object.__delattr__(module, "state_dict")
-        if before is not None:
-            object.__setattr__(module, "state_dict", before)
 
 
 def is_saved_with_adapters(model: nn.Module) -> bool:

@@ -7,9 +7,9 @@ sorting are run here on the rows as they are. `attaching.self_test` compares bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +18,12 @@ from torch.nn import functional
 
 from ...moe.experts.compute import SlotCounts, weigh_gradients
 from ..module import StableSort
-from .adapters import LowRank, factors
+from .adapters import LowRank
 
 
 class RowCompute:
     """A `moe.experts.compute.Compute` of a module whose forward is not replaced yet. With LoRA, two weights follow the
-    module's own for each matrix, ``[S, r, in]`` and ``[S, out, r]``: added as grouped products of their own, or to the
-    matrix, as PEFT does, where the module's own code computes or the GPU's grouped products do not take rows of r
-    numbers."""
+    module's own for each matrix, ``[S, r, in]`` and ``[S, out, r]``, and are added to the matrix, as PEFT does."""
 
     def __init__(self, experts: nn.Module, names: Sequence[str], low_rank: Sequence[LowRank] = ()) -> None:
         self._experts = experts
@@ -44,36 +42,26 @@ class RowCompute:
     ) -> Tensor:
         """As `moe.experts.compute.Compute` says; ``grouped_mm`` keeps no results for the weights' gradient. None: no
         gradient comes unweighted."""
-        own, added = self._split(parameters)
-        if self._forward_is_the_librarys and _is_grouped_mm(self._experts):
-            with _reading(self._experts, self._names, own):
-                if weights_M is not None and _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
-                    return _grouped_mm(self._experts, rows_MD, counts_S, weights_M, added)
-                out_MD = _grouped_mm(self._experts, rows_MD, counts_S, None, added)
-        else:
-            with _reading(self._experts, self._names, self._folded(own, added)):
+        with _reading(self._experts, self._names, self._with_low_rank(parameters)):
+            if not (self._forward_is_the_librarys and _is_grouped_mm(self._experts)):
                 out_MD = self._sorted_again(rows_MD, counts_S)
+            elif weights_M is not None and _ends_with_torchs_grouped_mm(self._experts, rows_MD, counts_S):
+                return _grouped_mm(self._experts, rows_MD, counts_S, weights_M)
+            else:
+                out_MD = _grouped_mm(self._experts, rows_MD, counts_S, None)
         return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
 
-    def _split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, _Added]]:
-        """Return the module's own weights, with what has to be added to them, and what is added to products."""
+    def _with_low_rank(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the module's own weights, with the products of LoRA added to them."""
         own, pairs = list(parameters[: len(self._names)]), parameters[len(self._names) :]
-        added = {
-            one.matrix: _Added(pairs[2 * number], pairs[2 * number + 1], one.scaling)
-            for number, one in enumerate(self._low_rank)
-            if one.is_on
-        }
-        alone = {name for name, pair in added.items() if name in _MATRICES and pair.fits(own[self._names.index(name)])}
-        own = self._folded(own, {name: pair for name, pair in added.items() if name not in alone})
-        return own, {name: added[name] for name in alone}
-
-    def _folded(self, own: Sequence[Tensor], added: Mapping[str, _Added]) -> list[Tensor]:
-        """The module's weights with this added to them, as PEFT does."""
-        transposed = bool(self._experts.is_transposed)
-        return [
-            added[name].onto(matrix, transposed) if name in added else matrix
-            for name, matrix in zip(self._names, own, strict=True)
-        ]
+        for number, one in enumerate(self._low_rank):
+            if one.is_on:
+                place = self._names.index(one.matrix)
+                matrix, (a_SRI, b_SOR) = own[place], pairs[2 * number : 2 * number + 2]
+                left, right = (a_SRI.mT, b_SOR.mT) if self._experts.is_transposed else (b_SOR, a_SRI)
+                with torch.autocast(matrix.device.type, enabled=False):
+                    own[place] = torch.baddbmm(matrix, left.to(matrix.dtype), right.to(matrix.dtype), alpha=one.scaling)
+        return own
 
     def _sorted_again(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
         """The module's own forward: each row a token with one choice, of weight 1."""
@@ -82,31 +70,6 @@ class RowCompute:
         with StableSort():
             result: Tensor = self._own_forward(rows_MD, slot_M1, one_M1)
         return result
-
-
-_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-"""What ``grouped_mm`` multiplies rows with."""
-_GROUPED_ROW_BYTES = 16
-"""Rows of matrices in a GPU's grouped products are multiples of it."""
-
-
-@dataclass(frozen=True)
-class _Added:
-    """Low-rank matrices of all slots here: ``a_SRI [S, r, in]``, ``b_SOR [S, out, r]``."""
-
-    a_SRI: Tensor
-    b_SOR: Tensor
-    scaling: float
-
-    def fits(self, matrix: Tensor) -> bool:
-        """Return whether grouped products, in the matrix's dtype, take rows of r numbers."""
-        return self.a_SRI.shape[1] * matrix.element_size() % _GROUPED_ROW_BYTES == 0
-
-    def onto(self, matrix: Tensor, transposed: bool) -> Tensor:
-        """The matrix of each slot with what is added to it."""
-        left, right = factors(self.a_SRI, self.b_SOR, matrix, transposed)
-        with torch.autocast(matrix.device.type, enabled=False):
-            return torch.baddbmm(matrix, left, right, alpha=self.scaling)
 
 
 def _is_grouped_mm(experts: nn.Module) -> bool:
@@ -128,20 +91,11 @@ def _norm_follows(experts: nn.Module) -> bool:
     return getattr(experts, "has_post_expert_norm", False)
 
 
-def _grouped_mm(
-    experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None, added: Mapping[str, _Added]
-) -> Tensor:
+def _grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
     """Return the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying. With
-    ``weights_M`` gradients come unweighted (`_LastLinear`); ``added`` goes to the products with the matrices named."""
+    ``weights_M`` gradients come unweighted (`_LastLinear`)."""
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
-
-    def linear(rows_MI: Tensor, name: str, weights_M: Tensor | None = None) -> Tensor:
-        rows_MO = _linear(experts, counts_S.offsets_S, slot_M, rows_MI, name, weights_M)
-        if name not in added:
-            return rows_MO
-        dtype = getattr(experts, name).dtype
-        return rows_MO + _low_rank_linear(rows_MI, added[name], dtype, counts_S.offsets_S, weights_M)
-
+    linear = partial(_linear, experts, counts_S.offsets_S, slot_M)
     if experts.has_gate:
         inner = experts._apply_gate(linear(rows_MD, "gate_up_proj"))
     else:
@@ -153,7 +107,12 @@ def _grouped_mm(
 
 
 def _linear(
-    experts: Any, offsets_S: Tensor, slot_M: Tensor | None, rows_MI: Tensor, name: str, weights_M: Tensor | None
+    experts: Any,
+    offsets_S: Tensor,
+    slot_M: Tensor | None,
+    rows_MI: Tensor,
+    name: str,
+    weights_M: Tensor | None = None,
 ) -> Tensor:
     from transformers.integrations.moe import _grouped_linear
 
@@ -168,21 +127,6 @@ def _linear(
     rows_MI = rows_MI.to(matrix_SDI.dtype)
     bias = None if bias_SD is None else (bias_SD.detach(), slot_M)
     weighed: Tensor = _LastLinear.apply(rows_MI, matrix_SDI, bias_MD, weights_M, offsets_S, bias, experts.is_transposed)
-    return weighed
-
-
-def _low_rank_linear(
-    rows_MI: Tensor, added: _Added, dtype: torch.dtype, offsets_S: Tensor, weights_M: Tensor | None
-) -> Tensor:
-    """Rows through both matrices of their slot; ``weights_M`` as for `_linear`."""
-    from transformers.integrations.moe import _grouped_linear
-
-    low_MR = _grouped_linear(rows_MI, added.a_SRI.to(dtype), offsets_S) * added.scaling
-    b_SOR = added.b_SOR.to(dtype)
-    if weights_M is None:
-        out_MO: Tensor = _grouped_linear(low_MR, b_SOR, offsets_S)
-        return out_MO
-    weighed: Tensor = _LastLinear.apply(low_MR, b_SOR, None, weights_M, offsets_S, None, False)
     return weighed
 
 

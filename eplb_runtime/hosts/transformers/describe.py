@@ -19,19 +19,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...moe.layer import ExpertParallelLayer
-from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
+from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, refusing, spread_of
 from ..attaching.expert_spans import mark_calls
 from . import folders
 from .adapters import (
     AdaptedExperts,
     adapted_experts,
+    detached_state,
     follow,
     peft_model,
-    read_without_warning,
-    save_without_warning,
 )
 from .compute import RowCompute
-from .naming import weights
+from .folders import weights
+
+_PART = (
+    "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
+    "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
+)
+"""Of PEFT's base, adapters merged or not."""
 
 
 def describe(model: nn.Module) -> HostModel:
@@ -145,14 +150,14 @@ def _save_together(
     """``save_pretrained`` of an attached model writes all of it, from all ranks."""
     for inner in model.modules():
         if inner is not model and isinstance(inner, PreTrainedModel):
-            object.__setattr__(inner, "save_pretrained", _refuse_part)
+            object.__setattr__(inner, "save_pretrained", refusing(_PART))
     if adapted:
         follow(model, adapted)
         return
     if not isinstance(model, PreTrainedModel):
         # PEFT's folders hold adapters, which are whole on every rank.
         if (found := peft_model(model)) is not None:
-            save_without_warning(found[1])
+            object.__setattr__(found[1], "save_pretrained", partial(_save_adapters, found[1], found[1].save_pretrained))
         return
     own = model.save_pretrained
 
@@ -161,8 +166,7 @@ def _save_together(
         from ...checkpoint import export_pretrained
 
         if getattr(model, "_hf_peft_config_loaded", False):
-            with read_without_warning(model):
-                own(save_directory, is_main_process=is_main_process, **options)  # type: ignore[operator]
+            _save_adapters(model, own, save_directory, is_main_process=is_main_process, **options)
             return
         barrier("save_pretrained of an attached model")
         export_pretrained(model, save_directory, **options)
@@ -170,12 +174,9 @@ def _save_together(
     object.__setattr__(model, "save_pretrained", save_pretrained)
 
 
-def _refuse_part(*_: Any, **__: Any) -> None:
-    """In the place of ``save_pretrained`` of a model inside an attached one (PEFT's base, adapters merged or not)."""
-    raise AttachError(
-        "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
-        "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
-    )
+def _save_adapters(model: nn.Module, own: Any, *arguments: Any, **options: Any) -> None:
+    """Call a library's ``save_pretrained``, which writes adapters alone, without a warning of what is no whole."""
+    own(*arguments, **{**options, "state_dict": options.get("state_dict") or detached_state(model.state_dict)})
 
 
 class _Mask(threading.local):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig, DispatchConfig
 from ...distributed.ranks import Ranks
 from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
 from ..attaching.expert_spans import call_begins, call_ends
-from ..attaching.logical_order import LogicalOrder, keep_order, synchronize_state
+from ..attaching.state_hooks import keep_logical_order
 from ..module import StableSort
 from ..refusals import sums_of_gradients
 from .settings import refusals, replicas_of
@@ -126,7 +124,6 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
         saves_itself="Transformers (save_pretrained, its Trainer, torch.distributed.checkpoint)",
         ranks=ranks.pop(),
         dispatches=True,
-        refuses=_refusal,
         notes=sums_of_gradients(replicas_of(given)),
     )
 
@@ -152,23 +149,9 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
     return layer, Ranks(ep=ranks, gradient_divisor=1, divided_rows=shards)
 
 
-def _refusal(config: BalancerConfig) -> str:
-    if config.replica_slots:
-        return (
-            f"replica_slots={config.replica_slots}: the exchange of Transformers' expert parallelism knows one place "
-            "for an expert; set replica_slots=0, or load the model without ep_size"
-        )
-    if replace(config.dispatch, kernels=True) != DispatchConfig():
-        return "dispatch with Transformers' expert parallelism: its own exchange sends tokens; leave dispatch out"
-    return ""
-
-
 def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) -> None:
     """Let what the library saves, loads and clips have experts in logical order."""
-    order = LogicalOrder(balancer)
-    for layer in layers:
-        keep_order(layer, order)
-    synchronize_state(model, order)
+    keep_logical_order(model, layers, balancer)
     with suppress(ImportError):
         from transformers import trainer  # also for one that is imported after attach
 

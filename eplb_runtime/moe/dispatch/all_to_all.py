@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,10 +66,8 @@ class AllToAllSplits:
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 
 
-@dataclass(frozen=True, eq=False)
-class RowRouting:
-    """The way of rows to their slots: the exchange of tokens or choices, and for each row by slot its place among those
-    received."""
+class RowRouting(NamedTuple):
+    """The exchange of tokens or choices, and for each row by slot its place among those received."""
 
     splits: AllToAllSplits
     received_row_M: Tensor
@@ -97,6 +96,19 @@ class AllToAllMetadata(DispatchMetadata):
     counts_S: SlotCounts
     across: AllToAllSplits | None = None
     sums: tuple[Bags, Bags, Bags] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        place_TK: Tensor,
+        arriving: permute.Arriving,
+        choices: AllToAllSplits,
+        tokens: AllToAllSplits,
+        rows_S: list[int],
+    ) -> AllToAllMetadata:
+        """Both kinds of values arrive as ``arriving`` says."""
+        routing = RowRouting(choices, arriving.arrived_M), RowRouting(tokens, arriving.row_M)
+        return cls(*routing, place_TK, arriving.slot_place_M, SlotCounts(arriving.ends_S, rows_S))
 
 
 def worth_deduplicating(num_ranks: int, top_k: int) -> bool:
@@ -140,7 +152,8 @@ class AllToAll(Dispatcher):
             assert leaving.source_row_N1 is not None
             source_row_M1 = self._to_ranks(leaving.source_row_N1, replace(choice_splits, index_U=None))()
         arriving = self._kernels.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
-        return self._metadata(leaving, arriving, choice_splits, token_splits, both_2RW[1])
+        rows_S = both_2RW[1, :, :slots].sum(axis=0).tolist()
+        return AllToAllMetadata.of(leaving.place_TK, arriving, choice_splits, token_splits, rows_S)
 
     def dispatch_rows(
         self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: AllToAllMetadata
@@ -181,14 +194,12 @@ class AllToAll(Dispatcher):
     def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns ``[M, D]``, by slot."""
         received = self._to_ranks(source, routing.splits)
+        return lambda: self._by_slot(received(), routing.received_row_M)
 
-        def by_slot() -> Tensor:
-            rows = received()
-            rows_MD = self._memory.like(rows, routing.received_row_M.shape[0])
-            permute.gather(rows, routing.received_row_M, rows_MD)
-            return rows_MD
-
-        return by_slot
+    def _by_slot(self, rows: Tensor, received_row_M: Tensor) -> Tensor:
+        rows_MD = self._memory.like(rows, received_row_M.shape[0])
+        torch.index_select(rows, 0, received_row_M, out=rows_MD)
+        return rows_MD
 
     def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
         """Send rows of choices back; waiting returns ``[N, D]``, ordered as ``place_TK`` says."""
@@ -201,31 +212,25 @@ class AllToAll(Dispatcher):
         leaving = source[local:]
         if index_U is not None:
             leaving = self._memory.like(source, index_U.shape[0] - local)
-            permute.gather(source, index_U[local:], leaving)
-        work = self._exchange(received[local:], leaving, splits.received, splits.sent)
+            torch.index_select(source, 0, index_U[local:], out=leaving)
+        work = None
+        if self._num_ranks > 1:
+            group = self._channels.current().tokens
+            with self._channels.launching():
+                work = dist.all_to_all_single(
+                    received[local:], leaving, splits.received, splits.sent, group=group, async_op=True
+                )
         if index_U is None:
             received[:local].copy_(source[:local])
         else:
-            permute.gather(source, index_U[:local], received[:local])
+            torch.index_select(source, 0, index_U[:local], out=received[:local])
 
-        def wait() -> Tensor:
-            self._wait(work, leaving)
+        def wait(sent: Tensor = leaving) -> Tensor:  # which lives while it is read
+            if work is not None:
+                work.wait()
             return received
 
         return wait
-
-    def _exchange(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> dist.Work | None:
-        if self._num_ranks == 1:
-            return None
-        with self._channels.launching():
-            return dist.all_to_all_single(
-                out, rows, received, sent, group=self._channels.current().tokens, async_op=True
-            )
-
-    def _wait(self, work: dist.Work | None, sent: Tensor) -> None:
-        """``sent`` is an argument so that it lives while it is read."""
-        if work is not None:
-            work.wait()
 
     # -- metadata ------------------------------------------------------------------------------------------------------
 
@@ -233,23 +238,6 @@ class AllToAll(Dispatcher):
         """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
         tag = self._forward_tag.value if with_counts and self._forward_tag is not None else None
         return self._kernels.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
-
-    def _metadata(
-        self,
-        leaving: permute.Leaving,
-        arriving: permute.Arriving,
-        choice_splits: AllToAllSplits,
-        token_splits: AllToAllSplits,
-        received_RW: NDArray[np.int64],
-    ) -> AllToAllMetadata:
-        rows_S = received_RW[:, : self._slots_per_rank].sum(axis=0).tolist()
-        return AllToAllMetadata(
-            RowRouting(choice_splits, arriving.arrived_M),
-            RowRouting(token_splits, arriving.row_M),
-            leaving.place_TK,
-            arriving.slot_place_M,
-            SlotCounts(arriving.ends_S, rows_S),
-        )
 
     def _sends_tokens_once(self, slots_TK: Tensor) -> bool:
         """Return whether a token goes once to each rank, as a channel's first batch decides, before which tags are
@@ -296,8 +284,7 @@ class OneRank(AllToAll):
         )
 
     def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
-        rows_MD = self._memory.like(source, routing.received_row_M.shape[0])
-        permute.gather(source, routing.received_row_M, rows_MD)
+        rows_MD = self._by_slot(source, routing.received_row_M)
         return lambda: rows_MD
 
     def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:

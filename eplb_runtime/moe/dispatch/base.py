@@ -127,9 +127,6 @@ class Dispatcher(ABC):
         combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self)
         return combined_TD
 
-    def close(self, deadline: float) -> None:  # noqa: B027
-        """Free what it holds of devices and networks, if it can; the next dispatch allocates it again."""
-
     # -- the transfers behind the autograd functions -------------------------------------------------------------------
 
     @abstractmethod

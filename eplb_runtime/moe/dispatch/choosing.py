@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from ...config import BalancerConfig, ConfigError
 from ...distributed.consensus import gather_bytes
-from ...distributed.transports import deepep_package
+from ...distributed.transports import deepep
 from ...topology import Topology
 from .all_to_all import AllToAll, OneRank
 from .base import DispatchContext, Dispatcher
@@ -23,18 +22,6 @@ OVER_TORCH = ("all_to_all", "hierarchical")
 _MOST_SLOTS, _MOST_SLOTS_OF_A_NODE = 1024, 128
 """Slots a rank that DeepEP knows: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of
 `intranode::notify_dispatch`)."""
-SUMS_BY_RANK = (
-    "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its sum "
-    "depends on where experts stand: training with migrations equals training without to rounding only, not to the bit"
-)
-IN_FLOAT8 = (
-    "dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
-    "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do without it"
-)
-LOW_LATENCY = (
-    "low_latency_tokens: batches without gradients in evaluation are summed in another order and rounding than in "
-    "training; outputs are equal to rounding only"
-)
 
 
 @dataclass(frozen=True)
@@ -48,10 +35,10 @@ class DispatchChoice:
 
 def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
     """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
-    why = deepep_package.why_not_between(num_ranks, ranks_per_node) or deepep_package.why_not(device)
+    why = deepep.why_not_between(num_ranks, ranks_per_node) or deepep.why_not(device)
     if not why:
         try:
-            deepep_package.settings(deepep_package.imported(), num_ranks)
+            deepep.settings(deepep.imported(), num_ranks)
         except ConfigError as error:
             return str(error)
     return why
@@ -60,25 +47,15 @@ def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
 def unfit_settings(config: BalancerConfig, num_ranks: int, slots_per_rank: int) -> str:
     """Why DeepEP cannot serve so many ranks with these settings on this machine, in a line; empty: it can."""
     low_latency = config.dispatch.low_latency_tokens > 0
-    most = _MOST_SLOTS if num_ranks > deepep_package.RANKS_OF_A_NODE else _MOST_SLOTS_OF_A_NODE
+    most = _MOST_SLOTS if num_ranks > deepep.RANKS_OF_A_NODE else _MOST_SLOTS_OF_A_NODE
     if slots_per_rank > most:
         return f"it knows up to {most} slots a rank here, not {slots_per_rank}"
-    if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep_package.RANKS_OF_A_NODE):
+    if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep.RANKS_OF_A_NODE):
         return (
             "transport='nvshmem' and DeepEP between nodes or with low_latency_tokens would each start NVSHMEM, and a "
             "process starts it once: take another transport"
         )
-    return deepep_package.no_infiniband() if low_latency else ""
-
-
-def choose(asked: str, lacking: Sequence[str]) -> DispatchChoice:
-    """Return one choice for all ranks, by ``DispatchConfig.name`` and what each rank lacks."""
-    why = next((f"rank {rank}: {said}" for rank, said in enumerate(lacking) if said), "")
-    if asked != "auto":
-        return DispatchChoice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
-    if why:
-        return DispatchChoice("all_to_all", f"no deepep: {why}")
-    return DispatchChoice("deepep", "GPUs that it is for, and installed")
+    return deepep.no_infiniband() if low_latency else ""
 
 
 def choose_together(
@@ -89,20 +66,41 @@ def choose_together(
     device: torch.device,
     seconds: float,
 ) -> DispatchChoice:
-    """Return `choose` for this EP group. Collective over it, if there is something to choose."""
-    if config.dispatch.name in OVER_TORCH:
-        return choose(config.dispatch.name, [])
-    ranks = topology.num_ranks
-    mine = unfit_settings(config, ranks, slots_per_rank) or lacks(device, ranks, topology.ranks_per_node)
-    said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
-    return choose(config.dispatch.name, [word.decode() for word in said])
+    """Return one choice for all ranks of this EP group, by ``DispatchConfig.name`` and what each rank lacks. Collective
+    over it, if there is something to choose."""
+    asked, ranks, why = config.dispatch.name, topology.num_ranks, ""
+    if asked not in OVER_TORCH:
+        mine = unfit_settings(config, ranks, slots_per_rank) or lacks(device, ranks, topology.ranks_per_node)
+        said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
+        why = next((f"rank {rank}: {word.decode()}" for rank, word in enumerate(said) if word), "")
+    if asked != "auto":
+        return DispatchChoice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
+    if why:
+        return DispatchChoice("all_to_all", f"no deepep: {why}")
+    return DispatchChoice("deepep", "GPUs that it is for, and installed")
 
 
-def notes(config: BalancerConfig) -> tuple[str, ...]:
-    """What these settings give up, a line each."""
-    by_rank, in_float8 = config.dispatch.combine_order == "by_rank", config.dispatch.dtype == "float8"
-    low_latency = config.dispatch.low_latency_tokens > 0
-    return (SUMS_BY_RANK,) * by_rank + (IN_FLOAT8,) * in_float8 + (LOW_LATENCY,) * low_latency
+def notes(config: BalancerConfig) -> list[str]:
+    """Return what these settings give up, a line each."""
+    said = []
+    if config.dispatch.combine_order == "by_rank":
+        said.append(
+            "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its "
+            "sum depends on where experts stand: training with migrations equals training without to rounding only, "
+            "not to the bit"
+        )
+    if config.dispatch.dtype == "float8":
+        said.append(
+            "dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
+            "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do "
+            "without it"
+        )
+    if config.dispatch.low_latency_tokens:
+        said.append(
+            "low_latency_tokens: batches without gradients in evaluation are summed in another order and rounding than "
+            "in training; outputs are equal to rounding only"
+        )
+    return said
 
 
 def make_dispatcher(

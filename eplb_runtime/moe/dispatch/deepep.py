@@ -6,7 +6,7 @@ each choice is a row of its own with one expert, K times the rows; results come 
 weighted and summed here in the router's order.
 
 What is in a row: `wire_format.py`. Whether the package is there, and the buffers of a process:
-`distributed/transports/deepep_package.py`. Shape suffixes in addition to the room's: N rows of this rank (tokens, or
+`distributed/transports/deepep.py`. Shape suffixes in addition to the room's: N rows of this rank (tokens, or
 choices in logical order), W slots that a row may go to (K, or 1), U rows that arrive here, C columns.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...config import ConfigError, DispatchConfig
-from ...distributed.transports import deepep_package
+from ...distributed.transports import deepep
 from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
 from ..routing.water_filling import RowCounts
@@ -103,13 +103,13 @@ class LowLatency:
     cannot serve this group so."""
 
     def __init__(self, context: DispatchContext, most_tokens: int, in_float8: bool) -> None:
-        if context.group.size() > deepep_package.RANKS_OF_A_NODE:
+        if context.group.size() > deepep.RANKS_OF_A_NODE:
             raise ConfigError(
                 "low_latency_tokens is for the ranks of one node: between nodes DeepEP's other kernels have started "
                 "NVSHMEM, and a process starts it once; leave low_latency_tokens out"
             )
         self.most_tokens = most_tokens
-        self._package = deepep_package.imported()
+        self._package = deepep.imported()
         self._group, self._channels, self._slots = context.group, context.channels, context.slots_per_rank
         self._num_experts = self._group.size() * self._slots
         self._in_float8 = in_float8
@@ -129,15 +129,15 @@ class LowLatency:
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
         """Return the rows of `Dispatcher.dispatch`, of what is not refused. One host sync, for their numbers."""
         width = hidden_TD.shape[1]
-        with self._channels.shared("low latency"):
+        with self._channels.launching(), self._channels.shared("low latency"):
             rows, counts_S, handle, *_ = self._buffer(width).low_latency_dispatch(
                 hidden_TD.contiguous(), slots_TK, self.most_tokens, self._num_experts, use_fp8=self._in_float8
             )
         counts = counts_S.tolist()
         index_M = self._in_order(*handle[:2])[: sum(counts)]
         flat = (rows[0].flatten(0, 1), rows[1].flatten(0, 1)) if self._in_float8 else rows.flatten(0, 1)
-        rows_MD, known_S = wire_format.unpack(flat, index_M, width), SlotCounts.of(counts, hidden_TD.device)
-        layout = LowLatencyLayout(handle, slots_TK, index_M)
+        layout, known_S = LowLatencyLayout(handle, slots_TK, index_M), SlotCounts.of(counts, hidden_TD.device)
+        rows_MD = wire_format.unpack(flat, index_M, width)
         return Dispatched(rows_MD, known_S, None, weights_TK.detach(), hidden_TD.dtype, layout)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
@@ -148,7 +148,7 @@ class LowLatency:
         out_SND = out_MD.new_empty(self._slots, places, width, dtype=wire_format.WIRE_DTYPE)
         out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(wire_format.WIRE_DTYPE))
         weights_TK = dispatched.combine_weights.float().contiguous()
-        with self._channels.shared("low latency"):
+        with self._channels.launching(), self._channels.shared("low latency"):
             combined = self._buffer(width).low_latency_combine(out_SND, layout.slots_TK, weights_TK, layout.handle)
         result: Tensor = combined[0].to(dispatched.dtype)
         return result
@@ -164,7 +164,7 @@ class LowLatency:
         return key_SN.masked_fill(~inside_SRN.any(dim=1), torch.iinfo(torch.int64).max).view(-1).argsort()
 
     def _buffer(self, width: int) -> Any:
-        deepep_package.refuse_filled_memory()
+        deepep.refuse_filled_memory()
         if self._made is None:
             if why := claim("low_latency_tokens", self._group, again=True):
                 raise ConfigError(f"low_latency_tokens: {why}; leave low_latency_tokens out")
@@ -179,7 +179,7 @@ class LowLatency:
 
 class DeepEPDispatcher(Dispatcher):
     """Dispatch and combine of bfloat16 for one EP group; physical slots are DeepEP's experts. A process keeps DeepEP's
-    buffers, so ``close`` frees nothing.
+    buffers.
 
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
@@ -195,12 +195,11 @@ class DeepEPDispatcher(Dispatcher):
         self._otherwise = otherwise
         self.combine_order = config.combine_order
         self._by_rank = config.combine_order == "by_rank"
-        self._package = deepep_package.imported()
-        self._sms, self._between_nodes = config.sms, self._num_ranks > deepep_package.RANKS_OF_A_NODE
+        self._package = deepep.imported()
+        self._sms, self._between_nodes = config.sms, self._num_ranks > deepep.RANKS_OF_A_NODE
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
-        self._there, self._back = deepep_package.settings(self._package, self._num_ranks)
-        self._takes_bound = deepep_package.takes_bound(self._package, self._num_ranks)
+        self._there, self._back = deepep.settings(self._package, self._num_ranks)
         self._buffers: dict[MicroBatchChannel, Any] = {}
         self._in_float8 = config.dtype == "float8"
         self._low_latency: LowLatency | None = None
@@ -228,17 +227,13 @@ class DeepEPDispatcher(Dispatcher):
         return SendLayout(slots_NW, top_k, sent, self._arriving(sent, counts))
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        if isinstance(metadata, SendLayout) and metadata.sent is None:
-            assert self._low_latency is not None
-            with self._channels.launching():
-                return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_NW)
+        if self._low_latency is not None and isinstance(metadata, SendLayout) and metadata.sent is None:
+            return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_NW)
         return super().dispatch(hidden_TD, weights_TK, metadata)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
-        if isinstance(dispatched.metadata, LowLatencyLayout):
-            assert self._low_latency is not None
-            with self._channels.launching():
-                return self._low_latency.combine(out_MD, dispatched)
+        if self._low_latency is not None and isinstance(dispatched.metadata, LowLatencyLayout):
+            return self._low_latency.combine(out_MD, dispatched)
         return super().combine(out_MD, dispatched)
 
     def dispatch_rows(
@@ -276,14 +271,14 @@ class DeepEPDispatcher(Dispatcher):
         launch them in one order (`MicroBatchChannels.launching`), and there are multiprocessors for both
         (`Balancer.at_once` checks it), while compute ends by itself.
         """
-        deepep_package.refuse_filled_memory()
+        deepep.refuse_filled_memory()
         channel = self._channels.current()
         if channel not in self._buffers:
             given = self._package, channel.tokens
             self._buffers[channel] = (
-                deepep_package.shared_buffer(*given, self._sms, self._there, self._back)
+                deepep.shared_buffer(*given, self._sms, self._there, self._back)
                 if channel is self._channels.first
-                else deepep_package.new_buffer(*given, self._there, self._back)
+                else deepep.new_buffer(*given, self._there, self._back)
             )
         return self._buffers[channel]
 
@@ -313,7 +308,7 @@ class DeepEPDispatcher(Dispatcher):
                 num_tokens_per_expert=to_slots,
                 topk_idx=slots_NW,
                 topk_weights=unused,
-                num_worst_tokens=max(1, most) if self._takes_bound else 0,
+                num_worst_tokens=max(1, most),
                 config=self._there,
             )
         return rows, RecvLayout.of(handle, slots_UW, choices_S, metadata.top_k)
@@ -355,8 +350,8 @@ class DeepEPDispatcher(Dispatcher):
         to_nodes = to_ranks[:0] if to_nodes is None else to_nodes
         counts_RW = self.gather_counts(torch.cat([to_nodes, to_ranks, to_slots]).to(torch.int64))
         rows_RN, rows_W = counts_RW[:, : len(to_nodes)], counts_RW[:, len(to_nodes) :].sum(axis=0)
-        node, place = divmod(self._rank, deepep_package.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
-        passing = int(rows_RN[place :: deepep_package.RANKS_OF_A_NODE, node : node + 1].sum())
+        node, place = divmod(self._rank, deepep.RANKS_OF_A_NODE)  # rows cross between ranks of the same place
+        passing = int(rows_RN[place :: deepep.RANKS_OF_A_NODE, node : node + 1].sum())
         first = self._num_ranks + self._rank * self._slots_per_rank
         return max(int(rows_W[self._rank]), passing), rows_W[first : first + self._slots_per_rank].tolist()
 

@@ -70,7 +70,7 @@ class Hierarchical(AllToAll):
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
         splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, self._rank)
         arriving = self._kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
-        by_choice = self._metadata(leaving, arriving, splits, splits, counts_RS)
+        by_choice = AllToAllMetadata.of(leaving.place_TK, arriving, splits, splits, counts_RS.sum(axis=0).tolist())
         tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.
         visits_NGG = both_2RW[1, :, slots + 1 : slots + 1 + on_node].reshape(nodes, on_node, on_node)

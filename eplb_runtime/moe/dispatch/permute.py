@@ -38,8 +38,7 @@ class RowMemory:
 
     def like(self, example: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return ``[rows, D]`` on the device of ``example`` ``[..., D]``, in its dtype unless another is named."""
-        dtype = dtype or example.dtype
-        shape = (rows, example.shape[1])
+        dtype, shape = dtype or example.dtype, (rows, example.shape[1])
         size = rows * example.shape[1] * dtype.itemsize
         if example.device.type != "cpu" or size < _SMALLEST_POOLED or _holders is None:
             return torch.empty(shape, dtype=dtype, device=example.device)
@@ -48,7 +47,7 @@ class RowMemory:
 
     def _storage(self, size: int) -> torch.UntypedStorage:
         """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
-        free = [storage for storage in self._storages if _is_free(storage)]
+        free = [storage for storage in self._storages if _holders and _holders(storage._cdata) == 1]  # nobody else's
         fits = [storage for storage in free if storage.nbytes() >= size]
         if fits:
             return min(fits, key=lambda storage: storage.nbytes())
@@ -61,11 +60,6 @@ class RowMemory:
 
 # How many hold a storage. Without it (it is not public) nothing is kept.
 _holders = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Return whether the one that keeps it is the only one that holds it."""
-    return _holders is not None and bool(_holders(storage._cdata) == 1)
 
 
 class Leaving(NamedTuple):
@@ -108,10 +102,12 @@ def leaving(
     slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
     """Return which row goes where, without a host sync. ``dedup``: a token goes once to each rank."""
-    slots_N, device = slots_TK.reshape(-1), slots_TK.device
-    choice_N = order_by_slot(slots_N, rank * slots_per_rank, slots_per_rank, num_ranks * slots_per_rank)
+    slots_N, device, num_slots = slots_TK.reshape(-1), slots_TK.device, num_ranks * slots_per_rank
+    # The slots of this rank come first, so that what stays here lies in one piece and what leaves in another, by rank.
+    place_P = _places_of_slots(rank * slots_per_rank, slots_per_rank, num_slots, device)
+    choice_N = torch.argsort(place_P.index_select(0, slots_N), stable=True)
     place_TK = inverse(choice_N).view(slots_TK.shape)
-    counts = [count(slots_N, num_ranks * slots_per_rank).view(num_ranks, slots_per_rank)]
+    counts = [count(slots_N, num_slots).view(num_ranks, slots_per_rank)]
     if dedup:
         visits_TR = visits(slots_TK, slots_per_rank, num_ranks)
         tokens_R = visits_TR.sum(dim=0)
@@ -185,13 +181,6 @@ def count(slots_N: Tensor, num_slots: int) -> Tensor:
     return slots_N.new_zeros(num_slots).scatter_add_(0, slots_N, torch.ones_like(slots_N))
 
 
-def order_by_slot(slots_N: Tensor, first_slot: int, slots_per_rank: int, num_slots: int) -> Tensor:
-    """Return int64 ``[N]``: choices by slot, choices of one slot in their own order; the slots of this rank come first,
-    so that what stays here lies in one piece and what leaves in another, by rank."""
-    place_P = _places_of_slots(first_slot, slots_per_rank, num_slots, slots_N.device)
-    return torch.argsort(place_P.index_select(0, slots_N), stable=True)
-
-
 def inverse(permutation_N: Tensor) -> Tensor:
     """int64 ``[N]``: where each element has gone."""
     places = torch.arange(permutation_N.shape[0], device=permutation_N.device)
@@ -200,9 +189,8 @@ def inverse(permutation_N: Tensor) -> Tensor:
 
 def begins(rows_R: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     """int64 ``[R]``: where each rank's rows begin if those of ``first`` lie before all others."""
-    order_R = own_first(len(rows_R), first)
-    begin_R = np.empty_like(rows_R)
-    begin_R[order_R] = np.cumsum(rows_R[order_R]) - rows_R[order_R]
+    order_R, begin_R = own_first(len(rows_R), first), np.empty_like(rows_R)
+    begin_R[order_R] = group_begins(rows_R[order_R])
     return begin_R
 
 
@@ -233,11 +221,6 @@ def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor,
     return token_U[:rows], within_TR
 
 
-def gather(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """``out[i] = source[index[i]]``, both of one dtype."""
-    torch.index_select(source, 0, index, out=out)
-
-
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
     """Return ``[T, D]``: each token's choices, weighted, summed in the router's order, in the wider of both dtypes;
     products are rounded to it (in float32 on a CPU they need not be), and summed in float32 at least."""
@@ -257,7 +240,7 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
     one_TD = memory.like(rows_ND, tokens)
     for choice in range(top_k):
         row_TD = total_TD if choice == 0 and total_TD.dtype == rows_ND.dtype else one_TD
-        gather(rows_ND, place_TK[:, choice], row_TD)
+        torch.index_select(rows_ND, 0, place_TK[:, choice], out=row_TD)
         if weights_TK is not None:
             weight_T1 = weights_TK[:, choice : choice + 1]
             row_TD = row_TD.mul_(weight_T1) if row_TD.dtype == dtype else row_TD * weight_T1

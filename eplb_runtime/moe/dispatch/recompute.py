@@ -43,10 +43,14 @@ class RecomputeError(RuntimeError):
 
 @dataclass(eq=False)
 class _Forward:
-    """What is known of one that is alone in flight: this rank's choices, int32 ``[T, K]``, and where they go."""
+    """One that is in flight, with its step and how often the layer's placement had changed by then; of one that is
+    alone also this rank's choices, int32 ``[T, K]``, and where they go."""
 
-    ids_TK: Tensor
-    metadata: Any
+    step: int
+    changes: int
+    ids_TK: Tensor | None = None
+    metadata: Any = None
+    is_over: bool = False
 
 
 class RecomputeCache:
@@ -60,36 +64,33 @@ class RecomputeCache:
         self._step = -1
         self._count = 0
         self._only: _Forward | None = None
-        self._differed: AsyncMismatchFlag | None = None
+        self._differed: tuple[Tensor, Tensor] | None = None  # whether anything has, on the device and told to the host
 
     def begin(self, step: int) -> None:
         """Begin a forward that repeats none, in the step after ``step``; earlier steps are forgotten."""
-        self._raise_if_it_differed()
+        if self._differed is not None and self._differed[1]:
+            self._differed = None
+            raise RecomputeError(_DIFFERS)
         with self._lock:
             if step != self._step:
                 self._step, self._count, self._only = step, 0, None
 
-    def track_backward(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool) -> Tensor:
+    def track(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool, repeated: bool) -> Tensor:
         """Return the layer's output; until its backward runs, this forward is in flight. In training also without
-        gradients: reentrant checkpointing could repeat it, and its backward would not be seen."""
-        if not combined_TD.requires_grad and not training:
+        gradients: reentrant checkpointing could repeat it, and its backward would not be seen. One that is repeated
+        saves as much, since checkpointing counts."""
+        learns, forward = combined_TD.requires_grad, None
+        if not repeated and (learns or training):
+            with self._lock:
+                self._count += 1
+                only = self._count == 1 and learns and not self.channels.busy
+            forward, self._only = _Forward(self._step, self.changes()), None
+            if only:
+                forward.ids_TK, forward.metadata = topk_ids_TK.to(torch.int32, copy=True), metadata
+                self._only = forward
+        if not learns:
             return combined_TD
-        with self._lock:
-            self._count += 1
-            only = self._count == 1 and not self.channels.busy
-        self._only = None
-        if not combined_TD.requires_grad:
-            return combined_TD
-        if only:
-            self._only = _Forward(topk_ids_TK.to(torch.int32, copy=True), metadata)
-        left: Tensor = _UntilBackward.apply(combined_TD, self, self._step, self._only, self.changes())
-        return left
-
-    def track_recompute(self, combined_TD: Tensor) -> Tensor:
-        """`track_backward` of a forward that is repeated: saves as much, since checkpointing counts."""
-        if not combined_TD.requires_grad:
-            return combined_TD
-        left: Tensor = _UntilBackward.apply(combined_TD, None, 0, None, 0)
+        left: Tensor = _UntilBackward.apply(combined_TD, self, forward)
         return left
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
@@ -100,59 +101,46 @@ class RecomputeCache:
         only = self._only
         if only is None or self.channels.busy:
             return None
-        if only.ids_TK.shape != topk_ids_TK.shape:
+        ids_TK, metadata = only.ids_TK, only.metadata
+        if ids_TK is None or ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
+        differs = (ids_TK != topk_ids_TK).any()
+        if self._differed is None and differs.device.type != "cpu":
+            with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
+                pinned = torch.zeros((), dtype=torch.bool, pin_memory=differs.device.type == "cuda")
+                self._differed = torch.zeros_like(differs), pinned
         if self._differed is None:
-            self._differed = AsyncMismatchFlag(topk_ids_TK.device)
-        self._differed.note((only.ids_TK != topk_ids_TK).any())
-        if topk_ids_TK.device.type == "cpu":
-            self._raise_if_it_differed()
-        return only.metadata
+            if differs:
+                raise RecomputeError(_DIFFERS)
+        else:
+            on_device, on_host = self._differed
+            on_host.copy_(on_device.logical_or_(differs), non_blocking=True)
+        return metadata
 
-    def over(self, step: int, forward: _Forward | None) -> None:
+    def check(self, forward: _Forward) -> None:
+        """Raise if the gradients of a forward would not find its experts; on every rank."""
+        self.channels.before_backward()
+        if self.changes() != forward.changes:
+            raise RuntimeError(_MOVED)
+
+    def over(self, forward: _Forward) -> None:
         """The backward of one is there: it will not be repeated any more."""
+        if forward.is_over:
+            return
         with self._lock:
-            if step == self._step:
+            if forward.step == self._step:
                 self._count -= 1
         if forward is self._only:
             self._only = None
-
-    def _raise_if_it_differed(self) -> None:
-        if self._differed is not None and self._differed.on_host:
-            self._differed = None
-            raise RecomputeError(_DIFFERS)
-
-
-class AsyncMismatchFlag:
-    """Whether anything compared so far has differed, told to the host without a sync; never taken back."""
-
-    def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
-            self._found = self.on_host = torch.zeros((), dtype=torch.bool, device=device)
-            if device.type != "cpu":
-                self.on_host = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-
-    def note(self, differs: Tensor) -> None:
-        """One more; no host sync."""
-        self._found.logical_or_(differs)
-        if self.on_host is not self._found:
-            self.on_host.copy_(self._found, non_blocking=True)
+        forward.is_over, forward.ids_TK, forward.metadata = True, None, None
 
 
 class _UntilBackward(torch.autograd.Function):
     """Notes once that a forward is over, and raises on every rank if gradients would not find its experts."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        combined_TD: Tensor,
-        in_flight: RecomputeCache | None,
-        step: int,
-        forward: _Forward | None,
-        changes: int,
-    ) -> Tensor:
-        ctx.in_flight, ctx.step, ctx.forward_of, ctx.changes = in_flight, step, forward, changes
-        ctx.is_over = False
+    def forward(ctx: Any, combined_TD: Tensor, cache: RecomputeCache, forward: _Forward | None) -> Tensor:
+        ctx.cache, ctx.of = cache, forward
         # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
         ctx.save_for_backward(combined_TD.new_empty(0))
         ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
@@ -163,12 +151,9 @@ class _UntilBackward(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(_SECOND_DERIVATIVES)
-        if ctx.in_flight is not None:
-            ctx.in_flight.channels.before_backward()
-            if ctx.in_flight.changes() != ctx.changes:
-                raise RuntimeError(_MOVED)
+        if ctx.of is not None:
+            ctx.cache.check(ctx.of)
         _ = ctx.saved_tensors
-        if ctx.in_flight is not None and not ctx.is_over:
-            ctx.in_flight.over(ctx.step, ctx.forward_of)
-            ctx.is_over, ctx.forward_of = True, None
-        return grad_TD, None, None, None, None
+        if ctx.of is not None:
+            ctx.cache.over(ctx.of)
+        return grad_TD, None, None

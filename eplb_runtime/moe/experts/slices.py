@@ -152,12 +152,6 @@ BLOCK_BYTES = 1 << 20
 """Rows that are smaller travel together up to this size."""
 
 
-def rows_per_call(rows: Tensor) -> int:
-    """How many rows travel together: as many as fit into a block, at least one."""
-    row_bytes = max(1, rows.shape[1:].numel() * rows.element_size())
-    return max(1, min(rows.shape[0], BLOCK_BYTES // row_bytes))
-
-
 def in_logical_order(
     rows: Tensor, homes_RH: NDArray[np.integer], groups: ProcessGroups, device: torch.device | str | None = None
 ) -> Tensor:
@@ -165,7 +159,8 @@ def in_logical_order(
     over all EP groups."""
     device = local(rows).device if device is None else torch.device(device)
     whole = torch.empty((homes_RH.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
-    step, here = rows_per_call(rows), local(rows).shape[0]
+    row_bytes, here = max(1, rows.shape[1:].numel() * rows.element_size()), local(rows).shape[0]
+    step = max(1, min(rows.shape[0], BLOCK_BYTES // row_bytes))
     block = torch.empty((step, *rows.shape[1:]), dtype=rows.dtype, device=local(rows).device)
     for first in range(0, here, step):
         count = min(step, here - first)

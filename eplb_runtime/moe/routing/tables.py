@@ -40,15 +40,8 @@ class SplitTables:
 
     def of_layer(self, layer: int) -> SplitTables:
         """Return the tables of one layer, which share memory with these."""
-        here = slice(layer, layer + 1)
-        return replace(
-            self,
-            copy_slot_LEC=self.copy_slot_LEC[here],
-            first_rank_LE=self.first_rank_LE[here],
-            order_LN=self.order_LN[here],
-            ranks_LNC=self.ranks_LNC[here],
-            count_LN=self.count_LN[here],
-        )
+        arrays = (name for name, value in vars(self).items() if isinstance(value, np.ndarray))
+        return replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in arrays})
 
     @cached_property
     def has_replicas(self) -> bool:

@@ -206,7 +206,7 @@ function show(view) {
   current = view;
   for (const part of [showTiles, showCurves, showHeat, showLayer, showTotals, showTimeline]) part(view);
   document.documentElement.dataset.version = view.version;
-  const { job, starts } = view, started = new Date(job.started * 1000).toLocaleString();
+  const { job, starts } = view, started = new Date(job.time * 1000).toLocaleString();
   const sizes = `${job.layers} layers × ${job.experts} experts on ${job.ranks} ranks × ${job.slots_per_rank} slots`;
   find("#subtitle").textContent = `${sizes}, ${job.policy} policy`;
   const again = starts > 1 ? `, start ${starts} on this run` : "";

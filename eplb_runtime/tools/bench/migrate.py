@@ -14,7 +14,6 @@ from ...distributed.consensus import Agreement
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...distributed.transports import TRANSPORTS
-from ...migration.between_steps import migrate_between_steps
 from ...migration.engine import MigrationEngine
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
@@ -66,7 +65,7 @@ def _row(
     def migrate() -> None:
         nonlocal placement
         key = f"bench/{shape}/{placement.epoch}"
-        outcome = migrate_between_steps(engine, placement, _next_rank(placement), key, lambda *_: lambda: None)
+        outcome = engine.migrate(placement, _next_rank(placement), key, lambda *_: lambda: None)
         if outcome.failed_phase is not None:
             raise RuntimeError(f"the migration was dropped: {outcome.cause}")
         placement = outcome.placement

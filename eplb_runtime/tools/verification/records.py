@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...hosts.attaching.trial import FOUND, KINDS, SKETCHES
+from ...hosts.attaching.trial import FOUND, KINDS
 
 TIMES_SHAKEN, ROUNDINGS = 12.0, 20.0
 """Runs may differ by so often what rounding errors in each step come to in this job; or, in any case, by so many
@@ -75,28 +75,21 @@ class Run:
     @property
     def length(self) -> int:
         """Steps on record; -1: not even ``attach``."""
-        return len(list(self.folder.glob("step-*.npz"))) - 1
+        return len(list(self.folder.glob("step-*.jsonl"))) - 1
 
     def step(self, number: int) -> StepRecord:
         """Return what is on record of a step."""
-        with np.load(self.folder / f"step-{number:05d}.npz", allow_pickle=False) as arrays:
-            counts = arrays["counts"]
-            messages = [arrays[f"rank{rank}"].tobytes() for rank in range(len(arrays.files) - 1)]
+        lines = (self.folder / f"step-{number:05d}.jsonl").read_text().splitlines()
+        counts, *of_ranks = map(json.loads, lines)
         gathered: dict[Key, list[Any]] = {}
-        losses = []
-        for rank, message in enumerate(messages):
-            end = 8 + int.from_bytes(message[:8], "little")
-            head = json.loads(message[8:end])
-            losses.append(tuple(head["losses"]))
-            words = np.frombuffer(message[end:], dtype=np.int64).reshape(head["rows"], 6 + SKETCHES)
-            for row, sums in zip(words[:, :5].tolist(), words[:, 5:].copy().view(np.float64), strict=True):
-                key = head["names"][row[0]], row[1]
-                gathered.setdefault(key, []).append((KINDS[row[2]], row[3], rank, row[4], sums))
+        for rank, (_, rows) in enumerate(of_ranks):
+            for name, expert, kind, numel, digest, sums in rows:
+                gathered.setdefault((name, expert), []).append((kind, numel, rank, digest, sums))
         cells = {}
         for key, found in gathered.items():
-            kinds, sizes, ranks, digests, of_ranks = zip(*found, strict=True)
-            cells[key] = Cell(kinds[0], sizes[0], ranks, digests, np.stack(of_ranks))
-        return StepRecord(cells, counts, tuple(losses))
+            kinds, sizes, ranks, digests, sums = zip(*found, strict=True)
+            cells[key] = Cell(kinds[0], sizes[0], ranks, digests, np.array(sums))
+        return StepRecord(cells, np.array(counts), tuple(tuple(losses) for losses, _ in of_ranks))
 
 
 @dataclass(frozen=True)
@@ -115,10 +108,10 @@ class Difference:
         return f"{when} {what} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
 
 
-def first_difference(one: Run, other: Run, most: int | None = None) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came, or to a step; None: there is none. Losses alone
-    make none: a term over a rank's experts goes by where they are, and its gradient may not."""
-    for number in range(min(one.length, other.length, one.length if most is None else most) + 1):
+def first_difference(one: Run, other: Run) -> Difference | None:
+    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses alone make none: a
+    term over a rank's experts goes by where they are, and its gradient may not."""
+    for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()
         both = (key for key in here.ordered() if key not in lone)
@@ -273,3 +266,73 @@ def _apart(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """The distance of two tensors, by their random sums."""
     apart = float(np.sqrt(np.sum((one - other) ** 2)))
     return apart if np.isfinite(apart) else (0.0 if np.array_equal(one, other, equal_nan=True) else float("inf"))
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+Verdict = Literal["right", "wrong", "unknown"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the runs of a job have shown.
+
+    Args:
+        reason: why the verdict is not ``"right"``.
+        moved: whether a run with homes moved after each step gave the same bits; ``difference``: the first that is not.
+        moved_rounding: where bits cannot be the same (replicas, or what ``notes`` say): how close they are.
+        single: how close a run is with all experts on each rank; ``single_reason``: why there is none.
+        unregistered: ``{"holder", "shape"}`` of tensors that may be experts and are not registered.
+        said: lines of the guard. notes: what ``attach`` says of bits.
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    steps: int = 0
+    ranks: int = 0
+    tensors: int = 0
+    repeats: bool | None = None
+    moved: bool | None = None
+    difference: Difference | None = None
+    moved_rounding: Closeness | None = None
+    single: Closeness | None = None
+    single_reason: str = ""
+    unregistered: tuple[dict[str, Any], ...] = ()
+    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the verdict is ``"right"``."""
+        return self.verdict == "right"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of ``eplb-runtime verify --json``; numbers that JSON does not have are null."""
+        plain = asdict(self)
+        moved, rounding, single = (plain.pop(name) for name in ("difference", "moved_rounding", "single"))
+        moved = moved or dict.fromkeys(one.name for one in fields(Difference))
+        single = single or dict.fromkeys(one.name for one in fields(Closeness))
+        plain["moved"] = {"equal": self.moved, **moved, "rounding": rounding}
+        plain["single"] = {**single, "reason": plain.pop("single_reason")}
+        found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=lambda _: None)
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {self.reason}"]
+        if self.passed:
+            lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
+        lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {o['shape']}" for o in self.unregistered)
+        said = {one.partition(":")[0]: f"  said in the job: {one}" for one in self.said if one not in self.reason}
+        return "\n".join([*lines, *said.values(), *(f"  bits: {line}" for line in self.notes)])
+
+    def _shown(self) -> list[str]:
+        """What a right job has shown."""
+        shown = [f"moved homes gave the same bits in {self.tensors} tensors"] if self.moved else []
+        close = ("replicas give" if self.moved else "moved homes give", self.moved_rounding)
+        for what, one in (close, ("all experts on each rank give", self.single)):
+            if one is not None:
+                shown.append(f"{what} the same to rounding (worst {one.worst:.1g} of {one.tensor}, {one.steps} steps)")
+        if self.single is None:
+            shown.append(f"not compared with all experts on each rank: {self.single_reason}")
+        return [*shown, "the job repeats itself"]

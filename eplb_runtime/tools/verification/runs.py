@@ -22,20 +22,16 @@ from torch import Tensor, nn
 
 from ...config import BalancerConfig, Trial, launcher_environment, set_trial
 from ...hosts import attach
-from ...hosts.attaching.trial_hooks import descendants
+from ...hosts.attaching.trial import descendants
 from ...hosts.attaching.unregistered import spared
-from .records import Run, first_difference, routes_alike, to_rounding, untrained
-from .report import Report
+from .records import Report, Run, first_difference, routes_alike, to_rounding, untrained
 
 SEED = 20250710
 LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
 _NAMES = {"single": "all experts on each rank", "moved": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not plain training (a penalty, scale, mask, norm by hand, `run`?)"
 _KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
-_HELD = (
-    "{holder} holds what may be experts, or what each rank trains alone, shape {shape}: balancer.register_all(name, "
-    "it), let go of it after each step, or attach its optimizer"
-)
+_HELD = "{holder} may hold experts, shape {shape}: balancer.register_all(name, it), or let go of it after each step"
 _IN_ORDER = "only by rounding: is something summed in slot order (a norm? use balancer.clip_grad_norm_)"
 Proof = Generator[tuple[str, bool], Run, Report]
 """Asks for runs: the layout of a `Trial`, and whether it keeps replica slots."""
@@ -63,12 +59,9 @@ def proof() -> Proof:
     difference = first_difference(fixed, moved)
     if difference is None and moved.length < fixed.length:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
-    suspects = moved.meta.get("unregistered", ())
-    if difference is not None or suspects:
-        again = yield "fixed", False
-        report = replace(report, difference=difference, unregistered=tuple(again.meta.get("confirmed", suspects)))
-        if (odd := first_difference(fixed, again, fixed.length - bool(suspects))) is not None:
-            return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
+    report = replace(report, difference=difference, unregistered=tuple(moved.meta.get("unregistered", ())))
+    if difference is not None and (odd := first_difference(fixed, (yield "fixed", False))) is not None:
+        return answer("unknown", f"the job does not repeat itself: in a second run {odd}", repeats=False)
     if difference is not None and not report.notes:
         kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
         noisy = yield "shaken", False

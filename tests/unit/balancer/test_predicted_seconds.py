@@ -123,9 +123,7 @@ def bare() -> Iterator[Any]:
     control.worker.close(5.0)
 
 
-def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(
-    bare: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: Any) -> None:
     goes_on, said = Event(), []
 
     def decide() -> None:
@@ -134,9 +132,8 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(
 
     decision: Future[Any] = bare.control.worker.submit(decide)
     bare._pending = pending = _Pending(1, "key", decision, None, 0)
-    monkeypatch.setattr("eplb_runtime.balancer.rebalancer.migrate_between_steps", lambda *_: said.append("migrated"))
     bare._new_key = lambda _: goes_on.set()  # as late as can be
-    bare._engine = bare._get_ready = None
+    bare._engine, bare._get_ready = SimpleNamespace(migrate=lambda *_: said.append("migrated")), None
     bare._take_over, bare._maps = lambda _: None, SimpleNamespace(replicas=None)
     bare.move_to(INITIAL)
     assert said == ["decided", "migrated"] and bare._pending is pending

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import eplb_runtime
-from eplb_runtime.distributed.consensus import DECIDED, TABLE, Ballot, Heard, State, Verdict
-from eplb_runtime.distributed.points import Phase
+from eplb_runtime.distributed.consensus import DECIDED, TABLE, Ballot, Heard, Phase, State, Verdict
 
 RANKS = 3
 Table = Mapping[tuple[State, Heard], tuple[State, bool]]
@@ -194,6 +193,6 @@ def test_each_point_has_a_name_and_each_name_a_point() -> None:
     files = list(PACKAGE.rglob("*.py"))
     found = {name for path in files for name in reached(path.read_text())}
     assert found - {"phase"} == set(Phase.__members__), (
-        "name the point in eplb_runtime/distributed/points.py, and reach each"
+        "name the point in eplb_runtime/distributed/consensus.py, and reach each"
     )
     assert list(reached('self._probe(Phase.NEW, 1); probe("other", 2)')) == ["NEW", "'other'"]

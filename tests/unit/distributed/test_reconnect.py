@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from eplb_runtime.distributed.points import Phase
-from eplb_runtime.distributed.reconnect import MOST_TRIES, Link, Reconnection
+from eplb_runtime.distributed.consensus import Phase
+from eplb_runtime.distributed.control_channel import MOST_TRIES, Link, Reconnection
 from eplb_runtime.distributed.store import JobStore
 
 RANKS = 3

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.distributed import consensus, private_groups
+from eplb_runtime.distributed import consensus
+from eplb_runtime.distributed.process_groups import forget_group, make_group
 from eplb_runtime.distributed.ranks import Job
 from eplb_runtime.distributed.store import JobStore, StoreError, name_of_job
 from eplb_runtime.utils.worker import Worker
@@ -149,7 +150,7 @@ def store() -> Iterator[dist.Store]:
 
 
 def reduced(store: dist.Store) -> dist.ProcessGroup:
-    group = private_groups.make(store, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
+    group = make_group(store, "a name", [0], 0, "gloo", timedelta(seconds=10), "a test's")
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     assert total.item() == 1
@@ -161,7 +162,7 @@ def test_a_group_is_listed_with_its_name_and_not_counted(store: dist.Store) -> N
     group = reduced(store)
     assert "a name" in [one["pg_name"] for one in WORLD.pg_config_info]
     assert len(WORLD.pg_names) == named
-    private_groups.forget(group)
+    forget_group(group)
     assert "a name" not in [one["pg_name"] for one in WORLD.pg_config_info]
 
 
@@ -183,5 +184,5 @@ def test_nccl_groups_are_made_with_a_watchdog_that_ends_nothing(
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     with pytest.raises(RuntimeError, match="no NCCL here"):
-        private_groups.make(store, "a name", [0], 0, "nccl", timedelta(seconds=9), "a test's")
+        make_group(store, "a name", [0], 0, "nccl", timedelta(seconds=9), "a test's")
     assert seen == ["1"] and os.environ.get(name) == before

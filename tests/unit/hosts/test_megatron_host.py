@@ -90,15 +90,15 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
 def test_tensors_that_tensor_parallelism_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from eplb_runtime.checkpoint import CheckpointError
     from eplb_runtime.hosts.attaching.description import MoELayer
-    from eplb_runtime.hosts.megatron import weights
+    from eplb_runtime.hosts.megatron import saved_state
 
-    monkeypatch.setattr(weights.parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(saved_state.parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
     experts = Experts("linear_fc1.weight0", "linear_fc1.weight1")
     model = nn.ModuleDict({"experts": experts})
     slots = {"linear_fc1.weight*": ("linear_fc1.weight0", "linear_fc1.weight1")}
     layer = MoELayer("experts", experts, 4, slots["linear_fc1.weight*"], None, lambda layer: None, slots=slots)
     with pytest.raises(CheckpointError, match=r"inside balancer.logical_order\(\) by the converter"):
-        weights.weights([layer], model, 0)
+        saved_state.weights([layer], model, 0)
 
 
 def test_an_optimizer_whose_norm_would_follow_the_order_of_slots_is_refused() -> None:

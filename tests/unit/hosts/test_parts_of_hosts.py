@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from examples import load_example
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
-from eplb_runtime.hosts.attaching.checks import check_current
-from eplb_runtime.hosts.attaching.description import AttachError
+from eplb_runtime.hosts.attaching.checks import _of_device
 from eplb_runtime.hosts.attaching.expert_spans import mark_calls
 from eplb_runtime.hosts.attaching.optimizers import follow_forwards
-from eplb_runtime.hosts.attaching.unregistered import (
-    ALIKE,
-    OWN,
-    Candidate,
-    _name_of,
-    candidates,
-    memories,
-    named,
-    shared_memory,
-)
+from eplb_runtime.hosts.attaching.unregistered import _content, _name_of, holder_of, memories, suspects
 from eplb_runtime.hosts.transformers.describe import _Padding
-from eplb_runtime.hosts.walks import Walk
 from eplb_runtime.load import counter as load_counter
 from eplb_runtime.load.clock import ExpertClock
 from eplb_runtime.moe.experts.registry import ExpertTensors
@@ -135,7 +123,7 @@ class Average:
         self.shadow = [kept]
 
 
-def found(thing: Any) -> list[tuple[str, tuple[int, ...], str]]:
+def found(thing: Any) -> list[tuple[str, tuple[int, ...], bool]]:
     """What is found in a loop that keeps this."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(SHAPE))
@@ -143,25 +131,32 @@ def found(thing: Any) -> list[tuple[str, tuple[int, ...], str]]:
     registry.add(0, "weight", model.weight)
     average = {"averages": [Average(thing)]}
     assert average
-    shape = tuple(thing.shape)  # of other tests there may be things as long as there are experts
-    all_found, holders, _ = candidates([model], registry, memories([model], registry, []))
-    wanted = [place for place, (of, _) in enumerate(all_found) if of == shape]
-    return [(*named(all_found, holders, [place])[0], all_found[place][1]) for place in wanted]
+    listed = suspects([model], registry, memories([model], registry, []))  # of other tests there may be such things
+    return [(holder_of(one, listed), one.shape, one.is_own) for one in listed if one.value is thing]
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: np.ones(SHAPE, np.int16),
-        lambda: np.ones(SHAPE, np.int8),
         lambda: torch.ones(SHAPE, dtype=torch.int16),
+        lambda: torch.ones(4, *SHAPE[1:]),
         lambda: torch.ones(SHAPE[1:], dtype=torch.bfloat16),
+        lambda: torch.ones(182),
     ],
 )
 def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: Callable[[], Any]) -> None:
-    ((holder, _, content),) = found(make())
-    assert content.startswith(OWN) or (content.startswith(ALIKE) and make().ndim == 2)
+    ((holder, shape, is_own),) = found(make())
+    assert is_own == (shape == SHAPE)
     assert holder == "an object of Average" or holder.startswith("variable ")
+
+
+def test_what_is_no_expert_or_the_models_own_is_not_listed() -> None:
+    assert not found(torch.ones(3, 7)) and not found(torch.ones(12))
+    model = nn.Linear(3, 7)
+    registry = ExpertTensors(1, 7, [])
+    registry.add(0, "weight", model.weight)
+    listed = suspects([model], registry, memories([model], registry, []))
+    assert all(one.value is not model.weight for one in listed)
 
 
 def test_a_module_is_named_but_for_those_of_frameworks() -> None:
@@ -169,32 +164,9 @@ def test_a_module_is_named_but_for_those_of_frameworks() -> None:
     assert names == ["module averages", ""]
 
 
-def test_a_snapshot_of_the_whole_model_before_attach_has_a_content_that_all_ranks_can_compare() -> None:
-    ((_, shape, content),) = found(torch.ones(4, *SHAPE[1:]))
-    assert shape == (4, *SHAPE[1:]) and content.startswith(ALIKE)
-
-
-def test_what_has_only_the_number_of_elements_is_told_from_an_average_by_its_bits() -> None:
-    (output,) = found(torch.arange(91.0))
-    (average,), (moved,) = found(torch.ones(91)), found(torch.zeros(91))
-    assert output[2] and average[2] and moved[2] != average[2]
-
-
-@pytest.mark.parametrize("make", [np.ones, torch.ones])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
-def test_what_is_spoiled_is_another_and_finite_and_zero_stays(make: Callable[..., Any], dtype: str) -> None:
-    kind = getattr(torch if make is torch.ones else np, dtype)
-    for times in (1, 0):
-        value = Candidate(times * make(SHAPE, dtype=kind))
-        before = value.content()
-        assert value.spoil([]) == (value.content() != before) == (times == 1)
-
-
-def test_what_is_a_files_is_never_written(tmp_path: Path) -> None:
-    held = np.memmap(tmp_path / "features", np.float32, "w+", shape=SHAPE)
-    held[:] = 1
-    for thing in (held, torch.from_numpy(held), np.frombuffer(held, np.float32)):
-        assert Candidate(thing).spoil(shared_memory()) and (held == 1).all()
+def test_what_is_another_is_told_by_its_bits() -> None:
+    (one, same, other) = (_content(torch.full((91,), value)) for value in (1.0, 1.0, 0.0))
+    assert one == same != other
 
 
 # -- A walk hands out copies of experts that are elsewhere, and notices what is written to them, however it is written
@@ -213,8 +185,8 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 def walked(write: Callable[[Tensor], object], *, is_elsewhere: bool) -> list[str]:
     """Names that a walk over two experts has handed out; ``write`` is called with each."""
-    walk = object.__new__(Walk)
-    walk._at_launch = lambda name, tensor: tensor.clone() if is_elsewhere else tensor  # type: ignore[method-assign]
+    walk = object.__new__(load_example("rl_weights").Walk)
+    walk._at_launch = lambda name, tensor: tensor.clone() if is_elsewhere else tensor
     seen = []
     for name, tensor in walk.pairs([("first", torch.zeros(8, 100)), ("second", torch.zeros(8, 100))], str):
         write(tensor)
@@ -240,11 +212,9 @@ def test_what_is_read_does_not_raise() -> None:
 
 def test_the_model_is_on_the_gpu_that_the_process_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    check_current(torch.device("cuda", 1))
-    check_current(torch.device("cpu"))
-    with pytest.raises(AttachError, match=r"on cuda:0, and this process works on GPU 1: .*set_device\(0\)") as error:
-        check_current(torch.device("cuda", 0))
-    assert "\n" not in str(error.value)
+    assert not [*_of_device(torch.device("cuda", 1)), *_of_device(torch.device("cpu"))]
+    (refused,) = _of_device(torch.device("cuda", 0))
+    assert "on cuda:0, and this process works on GPU 1: call torch.cuda.set_device(0)" in refused
 
 
 def test_a_copy_to_the_host_ends_on_the_stream_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:

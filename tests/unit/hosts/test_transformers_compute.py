@@ -167,10 +167,9 @@ def folded(compute: room.RowCompute):
     return call
 
 
-@pytest.mark.parametrize("rank", [4, 3], ids=["grouped products", "rows that grouped products do not take"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str, rank: int) -> None:
-    compute, weights = with_low_rank(family, rank)
+def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str) -> None:
+    compute, weights = with_low_rank(family, 3)
     router = torch.rand(sum(COUNTS), generator=torch.Generator().manual_seed(5)) + 0.5
     own = folded(compute)
     wanted = run_weighing(lambda rows, counts, of, w: weigh_gradients(own(rows, counts, of), w), weights, FLOAT, router)
@@ -181,7 +180,7 @@ def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str, rank
             assert other.abs().max() > 0
     with Calls() as calls:
         run(compute, weights, FLOAT)
-    assert ("baddbmm" in calls.names) == (rank == 3) and not {"sort", "argsort"} & set(calls.names)
+    assert not {"sort", "argsort"} & set(calls.names)
 
 
 def test_pefts_layout_is_split_by_expert_and_put_together_again() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -10,15 +9,20 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placements import some_homes
 
-from eplb_runtime.migration.cycles import cut_into_permutations, cut_into_short_cycles
-from eplb_runtime.migration.exchange import RoundExecutor, chains_of
-from eplb_runtime.migration.pacing import Pace, next_batch
-from eplb_runtime.migration.records import DIRECT_BYTES, Records, packed_bytes, segments_of
-from eplb_runtime.migration.schedule import Round, TransferSchedule, make_schedule
+from eplb_runtime.migration.exchange import (
+    DIRECT_BYTES,
+    Records,
+    RoundExecutor,
+    chains_of,
+    packed_bytes,
+    segments_of,
+)
+from eplb_runtime.migration.overlapped import next_rounds
+from eplb_runtime.migration.schedule import Round, TransferSchedule, cut_into_permutations, make_schedule
 from eplb_runtime.moe.experts.record import Record, RecordFormat
 from eplb_runtime.moe.experts.registry import ExpertTensor
 from eplb_runtime.placement import EMPTY, Placement
@@ -120,26 +124,24 @@ def test_with_room_all_is_one_round_and_nobody_changes_slots_in_vain(shape: tupl
 
 @pytest.mark.parametrize(("experts", "ranks"), [(128, 8), (128, 64), (64, 64), (256, 64)])
 def test_rounds_of_one_expert_a_rank_keep_the_busiest_rank_busy(experts: int, ranks: int) -> None:
-    """All homes change places: the bytes of the rounds' busiest ranks are within 5 % of what one rank has to carry."""
+    """All homes change places: the bytes of the rounds' busiest ranks are within 6 % of what one rank has to carry."""
     current, target = (placed(seed, (20, (experts, ranks), 0)) for seed in (1, 2))
     schedule = make_schedule(current, target, [600] * 20, 256)
     taken, least = schedule.load.max(axis=1).sum(), schedule.load.sum(axis=0).max()
     assert least == 600 * max(np.bincount(target.home_rank[current.home_rank != target.home_rank], minlength=ranks))
-    assert least <= taken <= 1.05 * least
+    assert least <= taken <= 1.06 * least
     assert len(schedule.rounds) == taken // 600
 
 
-@pytest.mark.parametrize("cut", [cut_into_permutations, cut_into_short_cycles])
 @given(seed=seeds, ranks=st.integers(2, 7), homes=st.integers(1, 6), layers=st.integers(1, 3))
-@settings(suppress_health_check=[HealthCheck.differing_executors])
-def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, homes: int, layers: int) -> None:
+def test_cycles_visit_a_rank_at_most_once(seed: int, ranks: int, homes: int, layers: int) -> None:
     rng = np.random.default_rng(seed)
     source = np.tile(np.repeat(np.arange(ranks), homes), layers)
     destination = np.concatenate([rng.permutation(ranks * homes) // homes for _ in range(layers)])
     layer = np.repeat(np.arange(layers), ranks * homes)
     moves = source != destination
     source, destination, layer = source[moves], destination[moves], layer[moves]
-    cycles = cut(np.searchsorted(layer, np.arange(layers + 1)), source, destination, ranks)
+    cycles = cut_into_permutations(np.searchsorted(layer, np.arange(layers + 1)), source, destination, ranks)
     assert sorted(set(cycles.tolist())) == list(range(cycles.max(initial=-1) + 1))
     for cycle in range(cycles.max(initial=-1) + 1):
         own = cycles == cycle
@@ -153,73 +155,35 @@ def test_cycles_visit_a_rank_at_most_once(cut: object, seed: int, ranks: int, ho
         assert len(visited) == own.sum(), "two cycles under one number"
 
 
-# -- As many rounds as can be there in time travel beside a step, by brute force over all subsets
-
-
-MIB = 1 << 20
+# -- Rounds that travel beside a step
 
 
 def round_of(number: int, layer: int) -> Round:
     return Round(number, np.zeros((0, 4), dtype=np.int64), (layer,), (layer,))
 
 
-def most_in_time(jobs: list[tuple[int, int]]) -> int:
-    """The largest number of ``(microseconds, deadline)`` that are all in time, one after another."""
-    for count in range(len(jobs), 0, -1):
-        for chosen in combinations(jobs, count):
-            by_deadline = sorted(chosen, key=lambda job: job[1])
-            if all(end <= job[1] for end, job in zip(np.cumsum([j[0] for j in by_deadline]), by_deadline, strict=True)):
-                return count
-    return 0
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7))
-def test_the_largest_number_that_comes_in_time_travels(jobs: list[tuple[int, int]]) -> None:
-    rounds = {layer: [round_of(layer, layer)] for layer in range(len(jobs))}
-    nbytes = {layer: size * MIB for layer, (size, _) in enumerate(jobs)}
-    pace = Pace(tuple(deadline for _, deadline in jobs), us_per_mib=1)
-    batch = next_batch(rounds, nbytes, {}, pace, in_flight_bytes=1000 * MIB)
-    most = most_in_time(jobs)
-    assert batch.waited_for == (most == 0)
-    assert len(batch.rounds) == max(most, 1)
-    if most:
-        end = 0
-        for round_ in batch.rounds:
-            end += jobs[round_.number][0]
-            assert end <= jobs[round_.number][1], "in the order in which they travel, each is in time"
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(9, 20))
-def test_no_more_bytes_than_a_rank_may_receive_in_a_step(sizes: list[int], most: int) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 40))
+def test_as_many_bytes_as_may_travel_from_the_last_layers_on(sizes: list[int], most: int) -> None:
     rounds = {layer: [round_of(layer, layer)] for layer in range(len(sizes))}
-    nbytes = {layer: size * MIB for layer, size in enumerate(sizes)}
-    batch = next_batch(rounds, nbytes, {}, Pace((1 << 30,) * len(sizes), 1), in_flight_bytes=most * MIB)
-    assert sum(nbytes[round_.number] for round_ in batch.rounds) <= most * MIB
-    assert not batch.waited_for
+    taken, waited_for = next_rounds(rounds, sizes, {}, most)
+    layers = [round_.layers[0] for round_ in taken]
+    assert not waited_for and layers == sorted(layers) and layers[-1] == len(sizes) - 1
+    assert len(taken) == 1 or sum(sizes[layer] for layer in layers) <= most
+    left_out = [size for layer, size in enumerate(sizes) if layer not in layers]
+    assert len(left_out) == 0 or min(left_out) > most - sum(sizes[layer] for layer in layers)
 
 
 def test_a_layer_of_several_rounds_sends_one_after_another() -> None:
-    batch = next_batch({0: [round_of(3, 0), round_of(4, 0)]}, {3: MIB, 4: MIB}, {}, Pace((100,), 1), 100 * MIB)
-    assert [round_.number for round_ in batch.rounds] == [3]
+    taken, _ = next_rounds({0: [round_of(3, 0), round_of(4, 0)]}, [1] * 5, {}, 100)
+    assert [round_.number for round_ in taken] == [3]
 
 
-def test_what_was_late_twice_is_waited_for_when_nothing_else_is_left() -> None:
+def test_what_was_late_by_itself_is_waited_for_when_nothing_else_is_left() -> None:
     rounds = {0: [round_of(0, 0)], 1: [round_of(1, 1)]}
-    nbytes, pace = {0: MIB, 1: MIB}, Pace((100, 200), 1)
-    first = next_batch(rounds, nbytes, {1: 2}, pace, 100 * MIB)
-    assert [round_.number for round_ in first.rounds] == [0] and not first.waited_for
-    last = next_batch({1: rounds[1]}, nbytes, {1: 2}, pace, 100 * MIB)
-    assert [round_.number for round_ in last.rounds] == [1] and last.waited_for
-
-
-def test_after_some_came_too_late_less_travels_at_once() -> None:
-    pace = Pace((0, 50, 60, 70), us_per_mib=10)
-    sizes = dict.fromkeys(range(4), 2 * MIB)
-    rounds = {layer: [round_of(layer, layer)] for layer in range(4)}
-    batch = next_batch(rounds, sizes, {}, pace, 1 << 40)
-    assert [round_.layers for round_ in batch.rounds] == [(1,), (2,), (3,)]
-    batch = next_batch(rounds, sizes, {}, pace.slower(), 1 << 40)
-    assert pace.slower().us_per_mib == 20 and len(batch.rounds) == 1 and not batch.waited_for
+    taken, waited_for = next_rounds(rounds, [1, 1], {0: 0, 1: 1}, 100)
+    assert [round_.number for round_ in taken] == [0] and not waited_for
+    taken, waited_for = next_rounds({1: rounds[1]}, [1, 1], {1: 1}, 100)
+    assert [round_.number for round_ in taken] == [1] and waited_for
 
 
 # -- Moves within a rank overwrite nothing before it is read; messages of a record hold every byte of it once

@@ -11,13 +11,11 @@ from importlib import util
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from flat_settings import config_from_settings
 
 from eplb_runtime.config import BalancerConfig, Trial
-from eplb_runtime.hosts.attaching.trial import without_replicas
-from eplb_runtime.hosts.attaching.trial_hooks import descendants
+from eplb_runtime.hosts.attaching.trial import descendants, without_replicas
 from eplb_runtime.tools import doctor
 from eplb_runtime.tools.verification import Report, runs
 from eplb_runtime.tools.verification.records import Closeness
@@ -82,7 +80,7 @@ def test_a_stage_that_the_end_of_a_call_cuts_runs_again_in_the_next(
 
 
 def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleType) -> None:
-    assert len({one.name for one in check.STAGES}) == len(check.STAGES) and sum(check.CALL_SECONDS) <= 30 * 60
+    assert len({one.name for one in check.STAGES}) == len(check.STAGES) and sum(check.CALL_SECONDS) <= 30 * 60 - 100
     for call, most in enumerate(check.CALL_SECONDS):
         assert sum(one.seconds for one in check.STAGES if one.call == call) <= most <= (570 if call else 300)
     for one in check.STAGES:
@@ -125,8 +123,7 @@ def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_agai
     def run(command: object, trial: Trial, title: str) -> runs.Run:
         asked.append(trial)
         for step in range(3):
-            with open(Path(trial.folder) / f"step-{step:05d}.npz", "wb") as file:
-                np.savez(file, counts=np.zeros((1, 1)))
+            (Path(trial.folder) / f"step-{step:05d}.jsonl").write_text("[[0]]")
         meta = {"commits": 0, "unregistered": []}
         (Path(trial.folder) / "meta.json").write_text(json.dumps(meta))
         return replace(runs.Run.of(Path(trial.folder)), failure=failure)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_runtime.distributed.transports.cuda_ipc import CudaIpc
+from eplb_runtime.distributed.transports.symmetric import CudaIpc
 from eplb_runtime.placement import Placement, PlacementError
 from eplb_runtime.tools.formats.convert import write_placement
 from eplb_runtime.tools.formats.loads import write_load

@@ -15,12 +15,11 @@ import pytest
 import torch
 from nvshmem_double import Double
 
-from eplb_runtime.distributed import node_memory
-from eplb_runtime.distributed.node_memory import SHARING, NodeMemory
-from eplb_runtime.distributed.transports import nvshmem, progress, windows
+from eplb_runtime.distributed.transports import base, nvshmem, symmetric, windows
 from eplb_runtime.distributed.transports.base import Message, Pending, TransportError
 from eplb_runtime.distributed.transports.nixl import _NOTE, _AgentWindow
 from eplb_runtime.distributed.transports.nvshmem import HeapWindow
+from eplb_runtime.distributed.transports.symmetric import SHARING, NodeMemory
 from eplb_runtime.distributed.transports.windows import ARRIVED, TAKEN
 from eplb_runtime.tools import launch
 
@@ -44,7 +43,7 @@ def test_a_device_that_has_no_end_is_waited_for_until_the_deadline(monkeypatch: 
     end = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: end.wait(60))
     with pytest.raises(TransportError, match="did not end in time"):
-        progress.synchronize(SECOND_GPU, time.monotonic())
+        base.synchronize(SECOND_GPU, time.monotonic())
     end.set()
 
 
@@ -228,5 +227,5 @@ def test_torchs_refusal_of_gpus_of_one_number_says_what_to_set() -> None:
     memory = NodeMemory(group, torch.device("cpu"), 1.0, package)  # type: ignore[arg-type]
     memory.zeros((2,), torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as alone, pytest.raises(RuntimeError, match=f"overlapping .*set {SHARING}=1"):
-        alone.setattr(node_memory, "gather_bytes", lambda word, *_: [word])
+        alone.setattr(symmetric, "gather_json", lambda word, *_: [word])
         memory.open()

@@ -21,7 +21,7 @@ from eplb_runtime.config import (
     ConfigError,
     DispatchConfig,
 )
-from eplb_runtime.distributed.transports import deepep_package, nvshmem
+from eplb_runtime.distributed.transports import deepep, nvshmem
 from eplb_runtime.moe.dispatch import choosing, wire_format
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, LowLatency
@@ -136,21 +136,21 @@ def test_hidden_states_that_are_not_carried_are_refused(
     [(8, 8, ""), (2, 8, ""), (16, 8, ""), (1, 1, "not 1"), (6, 8, "not 6"), (4, 2, "share a node"), (16, 4, "8 ranks")],
 )
 def test_ranks_that_deepep_cannot_serve_are_named(ranks: int, per_node: int, said: str) -> None:
-    found = deepep_package.why_not_between(ranks, per_node)
+    found = deepep.why_not_between(ranks, per_node)
     assert said in found and bool(found) == bool(said)
 
 
 def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "_world", [])
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
-    monkeypatch.setattr(deepep_package, "refuse_filled_memory", lambda: None)
+    monkeypatch.setattr(deepep, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep, "refuse_filled_memory", lambda: None)
     node, nodes = (SimpleNamespace(size=lambda size=size: size, rank=lambda: 0) for size in (8, 16))
     config = deepep_double.Config(20)
     for _ in range(2):  # a new connection of the transport shares its world
         assert nvshmem.claim("transport='nvshmem'", nodes, again=True) == ""  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .* a process starts it once"):
-        deepep_package.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
+        deepep.new_buffer(deepep_double, nodes, config, config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"transport='nvshmem' has started .*leave low_latency_tokens out"):
         LowLatency(DispatchContext.of(node, 4), 8, False)._buffer(2048)  # type: ignore[arg-type]
     nvshmem._world[:] = []
@@ -159,7 +159,7 @@ def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.Monk
 
 
 def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepep_package, "imported", lambda: deepep_double)
+    monkeypatch.setattr(deepep, "imported", lambda: deepep_double)
     group, other = SimpleNamespace(size=lambda: 2, rank=lambda: 0), object()
     of_group = DispatchContext.of(group, 4)  # type: ignore[arg-type]
     by_name, auto = (DeepEPDispatcher(of_group, DispatchConfig("deepep"), one) for one in (None, other))  # type: ignore[arg-type]
@@ -178,14 +178,15 @@ def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyP
     assert "up to 128 slots a rank here, not 129" in named.problem
 
 
-def test_a_version_that_takes_no_bound_between_nodes_is_given_none() -> None:
-    def dispatch(self: object, x: torch.Tensor) -> None: ...
+def test_a_version_that_takes_no_bound_between_nodes_is_refused_there() -> None:
+    def unbounded(self: object, x: torch.Tensor) -> None: ...
 
-    def bounded(self: object, x: torch.Tensor, num_worst_tokens: int = 0) -> None: ...
-
-    for method, takes in ((dispatch, False), (bounded, True)):
-        package = SimpleNamespace(Buffer=SimpleNamespace(internode_dispatch=method))
-        assert deepep_package.takes_bound(package, 8) and deepep_package.takes_bound(package, 16) == takes
+    buffer = SimpleNamespace(dispatch=unbounded, internode_dispatch=unbounded)
+    buffer.get_dispatch_config = buffer.get_combine_config = lambda num_ranks: num_ranks
+    package = SimpleNamespace(Buffer=buffer)
+    assert deepep.settings(package, 8) == (8, 8)
+    with pytest.raises(ConfigError, match=r"takes no num_worst_tokens between nodes: build it"):
+        deepep.settings(package, 16)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

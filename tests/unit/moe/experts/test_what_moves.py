@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eplb_runtime.migration.records import formats_of
+from eplb_runtime.migration.exchange import formats_of
 from eplb_runtime.moe.experts.elementwise import check_elementwise
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError, expert_state, is_per_expert, replace_parameter
 from eplb_runtime.moe.experts.record import ALIGNMENT, RecordFormat

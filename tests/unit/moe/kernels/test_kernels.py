@@ -76,9 +76,17 @@ def test_a_kernel_is_used_once_a_batch_with_rows_was_the_same() -> None:
         return (counts if len(calls) < 4 else counts + 1), torch.ones(1)  # and what plain torch does not give
 
     count = CheckedKernel("counting", kernel, count_choices)
-    assert count(IDS[:0], 0)[0].shape == (0,)
+    assert count(IDS[:0], 3)[0].tolist() == [0, 0, 0]
     assert count(IDS, 3)[0].tolist() == count(IDS, 3)[0].tolist() == [1, 1, 2]
     assert count(IDS, 3)[0].tolist() == [2, 2, 3] and len(calls) == 4, "it is not compared again"
+
+
+def test_each_variant_of_a_kernel_is_compared_in_its_own_first_batch(caplog: pytest.LogCaptureFixture) -> None:
+    look_up = CheckedKernel("counting", lambda *given: count_and_map(*given[:3]), count_and_map)  # padding counts, too
+    counts, real = TABLE * 0, torch.tensor([True, False])
+    for mask in (None, real, None, real):
+        look_up(IDS, TABLE, counts, mask)
+    assert counts.tolist() == [4, 2, 6] and len(caplog.records) == 1
 
 
 # -- Kernels in Triton's interpreter

@@ -1,11 +1,11 @@
 """Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
 
-Rows of replicas and windows of messages lie in it. All ranks of a node make the same blocks in the same order.
+Rows of replicas lie in it, and windows of messages (`windows.py`), which the copy engines write. All ranks of a node
+make the same blocks in the same order.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import launcher_environment
-from ..utils.errors import one_line
-from .consensus import gather_bytes
+from ...config import launcher_environment
+from ...utils.errors import one_line
+from ..consensus import gather_json
+from .base import TransportError
+from .windows import StreamWindow, Window, Windows, piece_bytes_for
 
 _CPU = torch.device("cpu")
 _OF_TORCH = "torch.distributed._symmetric_memory"
@@ -99,23 +101,20 @@ class NodeMemory:
 
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host."""
-        pad = int(self._package.get_signal_pad_size())
-        word = json.dumps([node_of_this_rank(), pad, self._why_not]).encode()
-        words = gather_bytes(word, self._group, self._group_device, deadline)
-        nodes, pads, whys = zip(*map(json.loads, words), strict=True)
+        self.channels = int(self._package.get_signal_pad_size()) // (_BYTES_OF_A_SIGNAL * self.size)
+        mine = [node_of_this_rank(), self.channels, self._why_not]
+        nodes, channels, whys = zip(*gather_json(mine, self._group, self._group_device, deadline), strict=True)
         for rank, why in enumerate(whys):
             if why:
                 raise RuntimeError(f"rank {rank} of the group: {why}")
         if len(set(nodes)) > 1:
             raise RuntimeError("ranks that the launcher counts to one node see different ones")
-        if len(set(pads)) > 1:
+        if len(set(channels)) > 1:
             raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
 
     def connect(self, deadline: float) -> None:
         """`meet`, open a first block, and try writes and signals between all ranks. Arguments and errors as there."""
         self.meet(deadline)
-        pad = int(self._package.get_signal_pad_size())
-        self.channels = pad // (_BYTES_OF_A_SIGNAL * self.size)
         if self.channels < LEAST_CHANNELS:
             raise RuntimeError(
                 f"torch's signal pad has room for {self.channels} signals between {self.size} ranks, and "
@@ -143,12 +142,11 @@ class NodeMemory:
     def open(self) -> None:
         """Open all blocks that are new. Collective; waits on the host."""
         new = [block for block in self._blocks if block.handle is None]
-        word = json.dumps([[list(block.own.shape), str(block.own.dtype)] for block in new]).encode()
+        blocks = [[list(block.own.shape), str(block.own.dtype)] for block in new]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         deadline = time.monotonic() + max(1.0, self._timeout_ms / 1000)
-        said = gather_bytes(word, self._group, self._group_device, deadline)
-        if len(set(said)) > 1:
+        if any(said != blocks for said in gather_json(blocks, self._group, self._group_device, deadline)):
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:
             try:
@@ -178,3 +176,25 @@ class NodeMemory:
     def wait(self, peer: int, channel: int) -> None:
         """Until that rank has put a signal; it is taken."""
         self._blocks[0].handle.wait_signal(peer, channel, self._timeout_ms)
+
+
+class CudaIpc(Windows):
+    """Writes into the windows of other ranks of the node."""
+
+    by = "CUDA IPC"
+
+    def _open(self, deadline: float) -> Window:
+        seconds, ranks = max(1.0, deadline - time.monotonic()), self._num_ranks
+        memory = NodeMemory(self._group, self.device, seconds, self._package, self._group_device)
+        piece_bytes = piece_bytes_for(ranks)
+        try:
+            memory.meet(deadline)
+            own = memory.zeros((StreamWindow.nbytes(ranks, piece_bytes),), torch.uint8, self.device)
+            memory.open()
+        except RuntimeError as error:
+            raise TransportError(f"memory of this node's GPUs cannot be opened: {error}") from error
+
+        def put(place: Tensor, source: Tensor, peer: int) -> None:
+            memory.of_peer(peer, place).copy_(source, non_blocking=True)
+
+        return StreamWindow(own, self._rank, ranks, piece_bytes, self._stream, put)
