@@ -76,7 +76,7 @@ class Restorer:
             logger.warning("%s; forecasts start from scratch", error)
         try:
             decisions.resume_track_record(state.get("track_record") or [])
-        except ValueError as error:
+        except (AttributeError, ValueError) as error:
             logger.warning("%s; predictions are trusted again", error)
         if problem is not None:
             raise problem

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -121,11 +120,19 @@ class FolderOfDCP(Saved):
         found, prefix = metadata.state_dict_metadata, f"{key}." if key else ""
         if key and not any(fqn.startswith(f"{key}.model.") for fqn in found):
             raise CheckpointError(f"{folder} has no {key}.model.: it was saved under another key")
-        paths = self._optimizer_paths(metadata, key) if view.optimizers else {}
+        above: tuple[str, ...] = (key, "optimizer") if key else ("optimizer",)
+        mapping: Mapping[str, tuple[Any, ...]] = (metadata.planner_data or {}) if view.optimizers else {}
         self._fqns: dict[str, str] = {}
         self.tensors: dict[str, TensorSpec] = {}
         small: dict[str, Any] = {}  # what is no tensor, and options: each rank reads them by itself
+        paths: dict[str, tuple[Any, ...]] = {}  # below ``optimizer``
         for fqn, one in found.items():
+            if (path := mapping.get(fqn, ()))[: len(above)] == above:
+                paths[fqn] = path[len(above) :]
+                if len(paths[fqn]) != 3 or path[-3] not in ("state", "param_groups"):
+                    raise CheckpointError(
+                        f"{fqn} in {folder} is not in the layout of DCP's get_state_dict (not flattened)"
+                    )
             part, of, option = paths.get(fqn, ("", "", ""))
             name = f"optimizer.{of}.{option}" if part == "state" else fqn.removeprefix(prefix)
             spec = None
@@ -156,18 +163,6 @@ class FolderOfDCP(Saved):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _without_advice():
             dcp.load(entries, storage_reader=self._reader, planner=planner, no_dist=alone)
-
-    def _optimizer_paths(self, metadata: Metadata, key: str) -> dict[str, tuple[Any, ...]]:
-        """``{fqn: path}`` below ``optimizer`` of everything that the checkpoint holds there."""
-        above = (key, "optimizer") if key else ("optimizer",)
-        mapping: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
-        paths = {fqn: path[len(above) :] for fqn, path in mapping.items() if path[: len(above)] == above}
-        for fqn, path in paths.items():
-            if len(path) != 3 or path[0] not in ("state", "param_groups"):
-                raise CheckpointError(
-                    f"{fqn} in {self.name} is not in the layout of DCP's get_state_dict (not flattened)"
-                )
-        return paths
 
 
 def _read_header(text: str | None) -> dict[str, Any]:
