@@ -100,7 +100,7 @@ def _paired(weight_E: FloatArray, count_E: NDArray[np.int64]) -> IntArray:
                 count_E[one], count_E[other] = count_E[one] + 1, count_E[other] - 1
                 peak = _pair(weight_E, count_E, slot_P, load_P) if other != one else np.inf
                 if peak < STRICTLY * least:
-                    least, gets, loses = peak, one, other
+                    least, gets, loses = peak, int(one), int(other)
                 count_E[one], count_E[other] = count_E[one] - 1, count_E[other] + 1
         if gets >= 0:
             count_E[gets], count_E[loses] = count_E[gets] + 1, count_E[loses] - 1
