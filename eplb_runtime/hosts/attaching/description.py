@@ -254,8 +254,7 @@ def mark_spread(experts: nn.Module, spread: Spread) -> None:
 
 
 Exact = Literal["bit", "rounding"]
-EXACT_BY_ITSELF = EXACT_IN_ONE_SUM = 2
-"""Experts a token, and ranks that add up gradients of the same experts: a sum of two has one order."""
+EXACT_BY_ITSELF = EXACT_IN_ONE_SUM = 2  # results of a token, gradients of ranks: a sum of two has one order
 BY_PLACE = "with experts moved, training is equal to rounding, not to the bit"
 NOT_RUN = "%s=%s was tested with a stand-in at best, and not on a GPU yet: prove it by `eplb-runtime verify -- JOB`"
 
