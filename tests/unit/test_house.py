@@ -53,7 +53,7 @@ RATCHET = {
     "hosts": 8043,
     "tools": 3256,
     "cli": 986,
-    "package": 36631,
+    "package": 36630,
     "files of the package": 190,
     "page": 664,
     "tests": 33807,
