@@ -22,11 +22,10 @@ from torch import Tensor
 
 from ..distributed.consensus import Agreement, Verdict, has_another
 from ..distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
-from ..moe.experts.record import End, Record, RecordFormat, Shard
-from ..moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError, why_not_written
+from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .schedule import Ints, Round, Transfer, TransferSchedule
 
 DIRECT_BYTES = 1 << 20
@@ -120,7 +119,7 @@ def segments_of(record: Record, device: torch.device) -> list[Segment]:
     """Messages of a record, in the order of its bytes."""
     found: list[tuple[bool, list[Shard]]] = []
     for shard in record.shards:
-        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard.tensor, device)
+        direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard, device)
         if direct or not found or found[-1][0]:
             found.append((direct, []))
         found[-1][1].append(shard)
@@ -131,9 +130,9 @@ def segments_of(record: Record, device: torch.device) -> list[Segment]:
     ]
 
 
-def _can_send_rows(tensor: ExpertTensor, device: torch.device) -> bool:
-    """Return whether each of its rows is contiguous and on the device of the messages, on every rank."""
-    rows = tensor.memory if isinstance(tensor.tensor, tuple) else (tensor.tensor[:1],)
+def _can_send_rows(shard: Shard, device: torch.device) -> bool:
+    """Return whether each row of its tensor is contiguous and on the device of the messages, on every rank."""
+    rows = shard.tensor.memory if isinstance(shard.tensor.tensor, tuple) else (shard.tensor.tensor[:1],)
     return all(row.device == device and row.is_contiguous() for row in rows)
 
 

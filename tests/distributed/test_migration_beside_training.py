@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import support.job
 import torch
-from beside import RANKS, Job, at, fail, flip_a_bit
+from beside import RANKS, Run, at, fail, flip_a_bit
 from moe_models import batch_of
 from ranks import run_ranks
 
@@ -24,7 +25,7 @@ from eplb_runtime.migration.overlapped import Overlapped
 
 
 @contextmanager
-def late_in(job: Job, layer: int) -> Iterator[None]:
+def late_in(job: Run, layer: int) -> Iterator[None]:
     """One rank finds, before anybody can have voted, that it waits no longer for the experts of a layer."""
     open_gate = Overlapped._open_gate
 
@@ -44,7 +45,7 @@ def late_in(job: Job, layer: int) -> Iterator[None]:
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     """One job through all of it; what was said."""
-    job, said = Job(rank, overlap=True, staging_bytes=40_000), {}
+    job, said = Run(rank, overlap=True, staging_bytes=40_000), {}
     balancer = job.balancer
     for _ in range(3):
         job.until(RebalanceCommitted)
@@ -102,7 +103,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     return {**said, "same": job.equals(job.still())}
 
 
-def ended_by_an_evaluation(job: Job) -> bool:
+def ended_by_an_evaluation(job: Run) -> bool:
     """Whether an event tells of experts that moved in an evaluation, after which the migration was dropped."""
     balancer = job.balancer
     epoch = balancer.placement.epoch
@@ -131,7 +132,7 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
 
 def with_copies(rank: int) -> None:
     """A job with copies until experts have moved twice beside training, and then one without."""
-    job = Job(rank, overlap=True, dtype=torch.float64, replica_slots=1)
+    job = Run(rank, overlap=True, dtype=torch.float64, implementation="eager", replica_slots=1)
     for _ in range(2):
         job.until(RebalanceCommitted)
     job.step()
@@ -147,8 +148,22 @@ def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
     run_ranks(2, with_copies)
 
 
-class Decaying(Job):
-    """A job whose user decays experts' weights between two steps, once the experts that leave are packed."""
+def decay(job: support.job.Run) -> None:
+    with torch.no_grad():
+        for name in job.balancer.layer_of_parameter:
+            job.model.get_parameter(name).data.mul_(0.99)
+
+
+class Decayed(support.job.Run):
+    """A job whose user decays experts' weights between two steps."""
+
+    def step(self) -> None:
+        super().step()
+        decay(self)
+
+
+class Decaying(Run):
+    """The same, once the experts that leave are packed."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -164,12 +179,10 @@ class Decaying(Job):
     def step(self) -> None:
         super().step()
         with self.changed:
-            flights = self.background._flights if self.background is not None else []
+            flights = self.background._flights
             assert self.changed.wait_for(lambda: self.posted >= len(flights), timeout=30.0)
             self.posted = 0
-        with torch.no_grad():
-            for name in self.balancer.layer_of_parameter:
-                self.model.get_parameter(name).data.mul_(0.99)
+        decay(self)
 
 
 def written_between_steps(rank: int) -> bool:
@@ -178,7 +191,7 @@ def written_between_steps(rank: int) -> bool:
     job.until(RebalanceCommitted)
     for _ in range(max(2, 10 - job.steps)):
         job.step()
-    return job.equals(job.still())
+    return job.equals(job.still(Decayed))
 
 
 @pytest.mark.long

@@ -23,8 +23,7 @@ from eplb_runtime.migration.exchange import (
 )
 from eplb_runtime.migration.overlapped import next_rounds
 from eplb_runtime.migration.schedule import Round, TransferSchedule, cut_into_permutations, make_schedule
-from eplb_runtime.moe.experts.record import Record, RecordFormat
-from eplb_runtime.moe.experts.registry import ExpertTensor
+from eplb_runtime.moe.experts.registry import ExpertTensor, Record, RecordFormat
 from eplb_runtime.placement import EMPTY, Placement
 
 shapes = st.tuples(
