@@ -36,8 +36,8 @@ from ..migration.engine import MigrationBroken, MigrationEngine, MigrationProgre
 from ..migration.overlapped import Overlapped
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..placement import Placement, PlacementError
-from ..utils.errors import one_line
 from ..utils.spans import phase
+from ..utils.text import one_line
 from .decision import Decision, Measurement, PlanMaker, decide
 from .guard import Guard
 from .loop_state import LoopHooks, LoopState

@@ -35,7 +35,7 @@ from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
 from ..replicas.sync import Maps
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .engine import Formats, MigrationEngine, MigrationProgress, PostedRound, PreparedMigration, layers_that_differ
 from .exchange import formats_of
 from .schedule import Round
