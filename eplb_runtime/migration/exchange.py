@@ -25,7 +25,7 @@ from ..distributed.transports.base import Message, Pending, PendingGroup, Transp
 from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .schedule import Ints, Round, Transfer, TransferSchedule
 
 DIRECT_BYTES = 1 << 20

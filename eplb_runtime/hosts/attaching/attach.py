@@ -58,7 +58,7 @@ from ...replicas.plan import RowTransport
 from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
