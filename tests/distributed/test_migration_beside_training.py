@@ -6,9 +6,10 @@ decision; on the way, experts come too late, are written by the user, arrive wit
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,8 +70,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until_sent()
     with balancer.quiesce():  # what is on its way is not committed inside
         epoch = balancer.placement.epoch
-        job.step()
-        job.step()
+        job.train(2)
         said["quiet"] = balancer.placement.epoch == epoch
     job.until(RebalanceCommitted)
 
@@ -93,9 +93,18 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     name = next(iter(balancer.layer_of_parameter))
     average = torch.zeros_like(job.model.get_parameter(name))
     balancer.register(name, "average", average)
-    job.until_sent()
+    while not any(flight.layer == 0 for flight in job.background._flights):
+        job.step()
+    average.data.add_(1.0)  # leaves no version
+    loss = job.forward()
+    job.backward(loss)
+    with balancer.quiesce():  # the forward has noticed it
+        epoch = balancer.placement.epoch
+        job.update()
+        said["still quiet"] = balancer.placement.epoch == epoch
+    job.losses.append(loss.item())
     while balancer.rebalancer._overlaps:
-        average.data.add_(1.0)  # leaves no version
+        average.data.add_(1.0)
         job.step()
     job.until(RebalanceCommitted)
     said["between steps"] = not job.background.in_flight
@@ -127,7 +136,7 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
         assert part in first[what] and "no memory" in first[what]
     assert "checksum" in first["flipped bit"]
     others = ("prompt", "quiet", "state", "told of what an evaluation committed", "decided now", "never paused", "lost")
-    assert all(first[what] for what in (*others, "between steps"))
+    assert all(first[what] for what in (*others, "still quiet", "between steps"))
 
 
 def with_copies(rank: int) -> None:
@@ -148,49 +157,29 @@ def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
     run_ranks(2, with_copies)
 
 
-def decay(job: support.job.Run) -> None:
-    with torch.no_grad():
-        for name in job.balancer.layer_of_parameter:
-            job.model.get_parameter(name).data.mul_(0.99)
-
-
 class Decayed(support.job.Run):
-    """A job whose user decays experts' weights between two steps."""
+    """A job whose user decays experts' weights between two steps, once the experts that leave are packed."""
+
+    background: Any = SimpleNamespace(_flights=())
 
     def step(self) -> None:
         super().step()
-        decay(self)
+        while any(flight.posted is None for flight in self.background._flights):
+            time.sleep(0.001)
+        with torch.no_grad():
+            for name in self.balancer.layer_of_parameter:
+                self.model.get_parameter(name).data.mul_(0.99)
 
 
-class Decaying(Run):
-    """The same, once the experts that leave are packed."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.changed, self.posted = threading.Condition(), 0
-        self.engine.probe = self.count_posted
-
-    def count_posted(self, phase: Phase, subject: Any) -> None:
-        if phase is Phase.POSTED:
-            with self.changed:
-                self.posted += 1
-                self.changed.notify()
-
-    def step(self) -> None:
-        super().step()
-        with self.changed:
-            flights = self.background._flights
-            assert self.changed.wait_for(lambda: self.posted >= len(flights), timeout=30.0)
-            self.posted = 0
-        decay(self)
+class Decaying(Decayed, Run):
+    """The same, with experts that leave."""
 
 
 def written_between_steps(rank: int) -> bool:
     """Ten steps and more: on a busy machine rounds are late, and experts move some steps later."""
     job = Decaying(rank, overlap=True)
     job.until(RebalanceCommitted)
-    for _ in range(max(2, 10 - job.steps)):
-        job.step()
+    job.train(max(2, 10 - job.steps))
     return job.equals(job.still(Decayed))
 
 

@@ -83,8 +83,7 @@ def silent_while_voting(job: Run, victims: tuple[int, ...], count_is_lost: bool)
                 lose_one_count()
 
         with at(job, job.rank if job.rank in victims else -1, Phase.VERIFIED, once(fall_silent)):
-            for _ in range(8):
-                job.step()
+            job.train(8)
     job.until_committed_anew()
     return bool(unanswered) and len(unanswered[0]) >= 2
 
@@ -235,8 +234,7 @@ def stopped_at_each_point(rank: int) -> dict[str, Any]:
             stand_still(seconds)
 
         with at(job, STOPPED, phase, once(stop)):
-            for _ in range(8):
-                job.step()
+            job.train(8)
         assert rank != STOPPED or reached.is_set(), f"never came to {phase}"
         said["noticed"].append(came_to_nothing(job) - before)
     job.until_committed_anew()
