@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .placement import Placement
-from .utils.tables import counted, text_table
+from .utils.text import counted, text_table
 from .utils.worker import Worker
 
 logger = logging.getLogger("eplb_runtime")

@@ -4,59 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from moe_models import batch_of, make_model
-from support import training
+from support import job
 from support.seen import same
-from support.shuffle import plan_by, plan_shuffle
+from support.shuffle import plan_shuffle
 
-import eplb_runtime as eplb
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
 
 RANKS, EXPERTS, LAYERS, INTERVAL = 3, 6, 3, 2
 
 
-class Job:
+OF_JOB = ("dtype", "implementation", "optimizer")
+SETTINGS = {"interval": INTERVAL, "lag": 1, "timeout_seconds": 15.0}
+
+
+class Run(job.Run):
     """A small training job on one rank; with ``overlap`` every expert moves at every decision."""
 
-    def __init__(
-        self,
-        rank: int,
-        overlap: bool,
-        *,
-        dtype: torch.dtype = torch.float32,
-        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        ep_group: dist.ProcessGroup | None = None,
-        **settings: Any,
-    ) -> None:
-        self.rank, self.steps, self.losses = rank, 0, []
-        self._alike = {"dtype": dtype, "optimizer": optimizer, "ep_group": ep_group}
-        self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, top_k=2).to(dtype)
-        if dtype == torch.float64:
-            self.model.set_experts_implementation("eager")
-        self.optimizer = optimizer(self.model.parameters(), lr=3e-3)
+    def __init__(self, rank: int, overlap: bool, *, ep_group: Any = None, **settings: Any) -> None:
         policy = "incremental" if overlap or settings.get("replica_slots") else "static"
-        settings = {"interval": INTERVAL, "timeout_seconds": 15.0, "policy": policy, **settings}
-        self.balancer = training.attach(self.model, self.optimizer, ep_group=ep_group, overlap=overlap, **settings)
+        of_job = {name: settings.pop(name) for name in OF_JOB if name in settings}
+        sizes = {"experts": EXPERTS, "layers": LAYERS, "planner": plan_shuffle if overlap else None, "clip": 0.5}
+        settings = {**SETTINGS, "policy": policy, "overlap": overlap, **settings}
+        super().__init__(rank, job.Job(**sizes, settings=settings, batches=job.changing, **of_job))
+        self._group = ep_group
+        self.attach(ep_group=ep_group)
         self.background = self.balancer.rebalancer.overlapped
         self.engine = self.balancer.rebalancer._engine
-        if overlap:
-            plan_by(self.balancer, plan_shuffle)
-        self.model.train()
-
-    def step(self) -> None:
-        ids = batch_of(self.rank, self.steps % 7)
-        loss = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        self.balancer.clip_grad_norm_(0.5)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        self.steps += 1
 
     def until(self, kind: type, most: int = 60) -> Any:
         """Train until something of this kind happens."""
@@ -87,38 +64,30 @@ class Job:
         """Of rebalances that came to nothing, but for the first ones."""
         return [event.cause for event in self.balancer.events.of_type(RebalanceAborted)[since:]]
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return eplb.logical_state_dict(self.model, self.optimizer)
-
-    def still(self, of: type[Job] | None = None) -> Job:
+    def still(self, of: type[job.Run] = job.Run) -> job.Run:
         """A job like this one, or of this class, whose experts stay, after as many steps."""
-        still = (of or type(self))(self.rank, overlap=False, timeout_seconds=30.0, **self._alike)
-        while still.steps < self.steps:
-            still.step()
-        return still
+        still = of(self.rank, replace(self.job, planner=None, settings={"timeout_seconds": 30.0}))
+        return still.attach(ep_group=self._group).train(self.steps)
 
-    def equals(self, still: Job) -> bool:
-        """End both: whether no bit of losses, weights and optimizer state differs."""
-        there = {name: tensor for name, tensor in self.state().items() if "/average" not in name}
-        equal = self.losses == still.losses and same(there, still.state())
-        self.balancer.close()
-        still.balancer.close()
-        return equal
+    def equals(self, still: job.Run) -> bool:
+        """End both: whether no bit of losses, norms, weights and optimizer state differs."""
+        here, there = self.end().bits, still.end().bits
+        return same({name: one for name, one in here.items() if "/average" not in name}, there)
 
 
 @contextmanager
-def at(job: Job, rank: int, phase: Phase, do: Callable[[Any], None]) -> Iterator[None]:
+def at(run: Run, rank: int, phase: Phase, do: Callable[[Any], None]) -> Iterator[None]:
     """Inside, on one rank, wherever the protocol comes to this point with something in its hands."""
 
     def probe(reached: Phase, subject: Any) -> None:
-        if job.rank == rank and reached is phase and (phase is Phase.PREPARED or subject):
+        if run.rank == rank and reached is phase and (phase is Phase.PREPARED or subject):
             do(subject)
 
-    job.engine.probe = probe
+    run.engine.probe = probe
     try:
         yield
     finally:
-        job.engine.probe = lambda phase, subject: None
+        run.engine.probe = lambda phase, subject: None
 
 
 def fail(subject: Any) -> None:

@@ -174,9 +174,9 @@ class Balancer:
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
         """`register` what has a tensor for each parameter of the model: an average (EMA, SWA, Lookahead), a snapshot,
         masks; what belongs to others is passed over. Call it before experts have moved. ``tensors``: a module with the
-        model's names, a dict by them, a list in the order of ``model.parameters()`` (or those trained, or of experts),
-        or one vector; written in place from now on. ``moves=False``: it does not go by row with these experts,
-        whatever its shape, and ``eplb-runtime verify`` passes over it.
+        model's names, a dict by them, or a list in the order of ``model.parameters()``; written in place from now on.
+        ``moves=False``: it does not go by row with these experts, whatever its shape, and ``eplb-runtime verify``
+        passes over it.
         Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
         self.tensors.register_all(name, tensors, moves)
 

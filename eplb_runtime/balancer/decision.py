@@ -228,11 +228,6 @@ class PlanMaker:
         """Return the training steps that buckets ``[T, L, E]`` cover."""
         return len(buckets) * self._steps_per_bucket if self._steps_per_bucket else measurement.steps
 
-    @property
-    def _horizon(self) -> int:
-        """Steps over which a plan counts its gain; without periodic decisions, the steps between the last two."""
-        return self._last_gap if self._config.horizon is None else self._config.horizon
-
     def plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
         """Return the plan as bytes. ``total``: int64 ``[T, L, E]``, new ones."""
         load = np.stack(self.history) if self.history else measurement.declared
@@ -291,7 +286,7 @@ class PlanMaker:
             replica_bytes=0,  # replicas are refreshed after every step anyway
             step_seconds=max(measurement.step_seconds, 1e-9),
             moe_share=min(1.0, measurement.even_share),
-            horizon_steps=self._horizon,
+            horizon_steps=self._config.horizon or self._last_gap,  # without periodic decisions, between the last two
             stall_seconds=measurement.stall_seconds,
             crossing_seconds=self._crossing_seconds(measurement.token_bytes, measurement.step_seconds),
         )

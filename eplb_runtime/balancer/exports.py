@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..placement import Placement
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .loop_state import LoopHooks
 from .rebalancer import Rebalancer
 

@@ -127,11 +127,6 @@ class Guard(LoopHooks):
         """Return whether this is one of the steps that are sampled completely: the first ones."""
         return self._mode != "off" and bool(self._tensors.optimizers) and self._steps < self.complete_steps
 
-    def count_step(self, problem: str) -> None:
-        """Count a step that is over, with a mistake that the next sample is to show."""
-        self._late_problem = self._late_problem or problem
-        self._steps += 1
-
     def sample(self) -> Sample | None:
         """Take the sample that a decision compares while training goes on; None: the guard is off."""
         if self._mode == "off" or not self._tensors.optimizers:
@@ -174,7 +169,7 @@ class Guard(LoopHooks):
         trained = [parameter.requires_grad for parameter in (*self._tensors.dense.values(), *self._experts.values())]
         facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]
         problem = problem or why_misplaced(self._experts, self._tensors.optimizers)
-        if what == "weights" and self._tensors.memory.name_of_freed():
+        if what == "weights" and self._tensors.memory.why_freed():
             return Sample(what, problem, facts)
         dense = _whole(self._tensors.dense) if len(job.data_ranks) > 1 else {}
         twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
@@ -267,7 +262,8 @@ class Guard(LoopHooks):
                 self._snapshots = []
                 self._compare(self.take("weights", problem), "the end of a step")
                 problem = ""
-            self.count_step(problem)
+            self._late_problem = self._late_problem or problem  # the next sample shows it
+            self._steps += 1
             self._skipped.clear()
 
     def on_moved(self) -> None:

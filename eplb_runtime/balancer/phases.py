@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .loop_state import LoopState
 from .rebalancer import Rebalancer
 from .runtime import Runtime

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moe.routing.tables import SplitTables
-from ..moe.routing.water_filling import SplitSettings, split_for_rank, split_totals
+from ..moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank, split_totals
 from ..placement import Placement
 from ..planner import CostModel, Plan, plan
 from ..planner.evaluate import has_no_copies

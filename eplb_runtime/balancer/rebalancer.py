@@ -36,8 +36,8 @@ from ..migration.engine import MigrationBroken, MigrationEngine, MigrationProgre
 from ..migration.overlapped import Overlapped
 from ..moe.experts.optimizer_state import OptimizerStateError
 from ..placement import Placement, PlacementError
-from ..utils.errors import one_line
 from ..utils.spans import phase
+from ..utils.text import one_line
 from .decision import Decision, Measurement, PlanMaker, decide
 from .guard import Guard
 from .loop_state import LoopHooks, LoopState
@@ -424,17 +424,16 @@ class Rebalancer(LoopHooks):
         return progress
 
     def _advance(self) -> None:
-        """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it."""
+        """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it, which
+        is dropped where nothing may move."""
         hold_back = bool(self.quiesced) or self.control.reconnection.under_way
         progress = self.overlapped.advance(hold_back=hold_back)
+        progress = replace(progress, only_between_steps=progress.only_between_steps and not hold_back)
         self._take_over(progress)
         if progress.only_between_steps:
             self._overlaps = False
-            logger.warning(
-                "step %d: %s; experts to which that happens migrate between steps, as without overlap",
-                self.step,
-                progress.cause,
-            )
+            what = "experts to which that happens migrate between steps, as without overlap"
+            logger.warning("step %d: %s; %s", self.step, progress.cause, what)
             self._migrate(self._target)
 
     def _take_over(self, progress: MigrationProgress) -> None:

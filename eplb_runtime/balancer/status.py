@@ -10,7 +10,7 @@ from ..config import BalancerConfig
 from ..events import Event, EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
 from ..placement import Placement
 from ..topology import Topology
-from ..utils.tables import counted, text_table
+from ..utils.text import counted, text_table
 
 logger = logging.getLogger("eplb_runtime")
 

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from ..moe.experts.slices import is_sliced, whole_row
 from ..utils.checksums import as_bytes
-from ..utils.errors import one_line
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
+from ..utils.text import one_line
 from . import dcp
 from .optimizers import from_json, numbers_of, to_json
 from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of

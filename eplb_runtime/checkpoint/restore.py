@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from . import dcp, disk
 from .optimizers import options_of, set_options
 from .state import CheckpointError, Given, JointAccess, LogicalView, PretrainedFolders, Result, Saved, TensorSpec

@@ -26,7 +26,7 @@ from ..balancer.exports import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
 from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .state import LogicalView, TensorSpec, value_of
 
 if TYPE_CHECKING:

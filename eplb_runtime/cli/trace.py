@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.tables import counted
+from ..utils.text import counted
 from .arguments import add_command, flag, option
 from .printing import print_json, print_table, spinner
 

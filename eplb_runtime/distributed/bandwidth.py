@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..topology import Topology
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .consensus import TransportError, maxima
 from .transports.base import Message, Transport
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from ..utils.worker import Worker
 from .consensus import Agreement, Phase, Probe, Verdict, arrive, hang_up, outcome_of, unobserved
 from .process_groups import ProcessGroups, host_timeout

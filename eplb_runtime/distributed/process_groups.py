@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .consensus import arrive, hang_up, missing_at, wait_on_host
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job

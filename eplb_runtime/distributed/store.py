@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..config import launcher_environment
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from ..utils.worker import Worker
 
 logger = logging.getLogger("eplb_runtime")

@@ -146,7 +146,7 @@ class OverlappedForwardBackward:
 
     def take_forwards(self) -> None:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
-        if self._channels.streams is None:
+        if not self._channels.streams.on_device:
             return
         # In a backward pass those of replicas are added to gradients that this stream has just written, see below.
         self._channels.add_gradients_here()

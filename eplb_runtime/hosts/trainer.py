@@ -190,7 +190,7 @@ class BalancedTrainerMixin(_TrainerBase):
         if self.balancer is not None:
             here = torch.tensor([len(dataloader) if has_length(dataloader) else 0], device=self.args.device)
             batches = gather_rows(here, self.balancer.runtime.groups.everyone).flatten().tolist()
-            if len(set(batches)) > 1 or not self.accelerator.even_batches:
+            if len(set(batches)) > 1 or (len(batches) > 1 and not self.accelerator.even_batches):
                 raise RuntimeError(
                     f"ranks have {batches} batches to evaluate, and all take part in every forward: give each rank as "
                     "many, of one size (even_batches=True does)"

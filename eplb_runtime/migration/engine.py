@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, State, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..events import RebalanceCommitted
-from ..moe.experts.record import RecordFormat
-from ..moe.experts.registry import ExpertTensors
+from ..moe.experts.registry import ExpertTensors, RecordFormat
 from ..placement import EMPTY, HomeRows, Placement
 from ..utils.spans import phase
 from .exchange import Exchange, Records, RoundExecutor, agree_on_records, formats_of

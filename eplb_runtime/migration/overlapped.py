@@ -35,7 +35,7 @@ from ..distributed.transports.base import TransportError
 from ..moe.experts.registry import ExpertTensors
 from ..placement import Placement
 from ..replicas.sync import Maps
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .engine import Formats, MigrationEngine, MigrationProgress, PostedRound, PreparedMigration, layers_that_differ
 from .exchange import formats_of
 from .schedule import Round
@@ -315,7 +315,7 @@ class Overlapped:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
             left = tuple(layers_that_differ(self._current, self._target))
             return MigrationProgress(self._current, verdict, Phase.STAGED, left_layers=left)
-        self._migration, self._nbytes = migration, migration.schedule.load.max(axis=1, initial=0).tolist()
+        self._migration, self._nbytes = migration, migration.schedule.load.max(axis=1, initial=1).tolist()
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
         return MigrationProgress(self._current)
@@ -492,7 +492,7 @@ def next_rounds(
     leave more time. One that was ``late`` by itself is waited for, when no other is left.
 
     Args:
-        nbytes: of each round.
+        nbytes: of each round, one at least: half of none is as many rounds, and none would ever be by itself.
         most: bytes that may travel, but one round in any case.
     """
     taken: list[Round] = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..utils.errors import one_line
+from ..utils.text import one_line
 from .dispatch import permute
 from .routing import slots
 

@@ -8,6 +8,8 @@ plain torch would.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -102,10 +104,7 @@ def leaving(
     """By three kernels: count each block of choices, where each slot's begin in each block, the place of each."""
     slots_TK, choices = slots_TK.contiguous(), slots_TK.numel()
     columns = slots_per_rank + dedup + (tag is not None)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=slots_TK.device)
-
+    empty = partial(torch.empty, dtype=torch.int64, device=slots_TK.device)
     counts_2RW, source_row_N1 = empty(2, num_ranks, columns), empty(choices, 1) if dedup else None
     choice_N, place_TK, token_N = empty(choices), empty(*slots_TK.shape), empty(choices)
     begin_BW = begin_of_blocks(slots_TK, counts_2RW[0], slots_per_rank, PLACED, dedup, tag)
@@ -136,12 +135,9 @@ def arriving(
     if counts is None:
         counts = torch.from_numpy(np.ascontiguousarray(counts_RW)).to(device, non_blocking=True)
     (ranks, columns), rows = counts.shape, int(counts_RW[:, :slots_per_rank].sum())
-
-    def empty(dtype: torch.dtype = torch.int64, length: int = rows) -> Tensor:
-        return torch.empty(length, dtype=dtype, device=device)
-
-    arrived_M, slot_place_M, ends_S = empty(), empty(), empty(torch.int32, slots_per_rank)
-    row_M = arrived_M if source_row_M1 is None else empty()
+    arrived_M, slot_place_M = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    row_M = arrived_M if source_row_M1 is None else torch.empty_like(arrived_M)
+    ends_S = torch.empty(slots_per_rank, dtype=torch.int32, device=device)
     source_rows = arrived_M if source_row_M1 is None else source_row_M1
     _arrive[(ranks * slots_per_rank, PARTS)](
         *(counts.contiguous(), source_rows, arrived_M, slot_place_M, row_M, ends_S),
@@ -297,15 +293,7 @@ def begin_slots(  # type: ignore[no-untyped-def]
 
 @jit(do_not_specialize=["choices"])
 def _deal(  # type: ignore[no-untyped-def]
-    ids,
-    begins,
-    sent,
-    copy_slots,
-    slots,
-    choices,
-    COPIES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids, begins, sent, copy_slots, slots, choices, COPIES: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64)
     within = tl.arange(0, BLOCK)

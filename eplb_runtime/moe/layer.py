@@ -13,12 +13,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from ..distributed.step_tag import ForwardTag
-from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
-from .dispatch.channels import MicroBatchChannels
 from .dispatch.recompute import RecomputeCache
 from .experts.compute import LocalExperts
 from .routing.slots import BatchSplitter, Counted, RowCounts, SlotTable
@@ -39,16 +36,12 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What the layers of a model share. Without a splitter ``table`` says where an expert is; without ``count_and_map``
-    (`moe.kernels`) ``counter`` and ``table`` do it."""
+    """What the layers of a model share. Without a splitter ``table`` says where an expert is."""
 
     counter: LoadCounter
     table: SlotTable
     splitter: BatchSplitter | None
     dispatcher: Dispatcher
-    forward_tag: ForwardTag
-    channels: MicroBatchChannels
-    count_and_map: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
 
 
 class CountedLayer:
@@ -62,17 +55,9 @@ class CountedLayer:
         counts_in_evaluation: whether load counts outside training; inference has nothing else.
     """
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        counter: LoadCounter,
-        table: SlotTable,
-        forward_tag: ForwardTag,
-        expert_clock: ExpertClock,
-    ) -> None:
-        self.index, self.expert_clock = index, expert_clock
-        self._module, self._counter, self._table, self._forward_tag = module, counter, table, forward_tag
+    def __init__(self, index: int, module: nn.Module, context: LayerContext) -> None:
+        self.index, self._module, self._counter, self._table = index, module, context.counter, context.table
+        self._forward_tag, self.expert_clock = context.dispatcher.forward_tag, context.dispatcher.expert_clock
         self.counts_in_evaluation = True
         self.calls = self.uncounted = 0
         self.before: Callable[[int], None] = lambda index: None
@@ -115,12 +100,9 @@ class ExpertParallelLayer(CountedLayer):
         context: LayerContext,
         real_tokens: Callable[[int], Tensor | None],
     ) -> None:
-        shared = context.counter, context.table, context.forward_tag, context.dispatcher.expert_clock
-        super().__init__(index, module, *shared)
-        self._experts = experts
-        self._context = context
-        self._real_tokens = real_tokens
-        self._dispatcher, self._channels = context.dispatcher, context.channels
+        super().__init__(index, module, context)
+        self._experts, self._context, self._real_tokens = experts, context, real_tokens
+        self._dispatcher, self._channels = context.dispatcher, context.dispatcher.channels
         self._in_flight = RecomputeCache(self._channels, lambda: self.changes)
         self._one_at_a_time = Lock()  # of two batches at once: hosts' code may change a module while it computes
 
@@ -140,11 +122,10 @@ class ExpertParallelLayer(CountedLayer):
         index, training, repeated = self.index, self._module.training, in_recompute()
         epoch = self._enter(topk_ids_TK.shape[-1])
         dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
-        metadata, slots_TK, counts, row_counts = None, None, None, None
-        if repeated:  # nothing counts again, and metadata that is known is used again
-            metadata = self._in_flight.repeated(topk_ids_TK)
-        else:
-            slots_TK, counts = self._begin(hidden_TD, topk_ids_TK)
+        row_counts, found = None, (None, None) if repeated else self._begin(hidden_TD, topk_ids_TK)
+        slots_TK, counts = found
+        # Nothing counts again, and metadata that is known is used again.
+        metadata = self._in_flight.repeated(topk_ids_TK) if repeated else None
         with phase("route", "F", index, epoch):
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counts)
@@ -188,11 +169,11 @@ class ExpertParallelLayer(CountedLayer):
             counts = splitter.counts(topk_ids_TK)
             counts_E.add_(counts[0])
             return None, counts
-        if splitter is not None or self._context.count_and_map is None:
+        count_and_map = self._dispatcher.kernels.count_and_map
+        if splitter is not None or count_and_map is None:
             self._counter.count(self.index, topk_ids_TK, real_T)
             return None, None
-        home_E = self._table.home_of_experts(self.index)
-        return self._context.count_and_map(topk_ids_TK, home_E, counts_E, real_T), None
+        return count_and_map(topk_ids_TK, self._table.home_of_experts(self.index), counts_E, real_T), None
 
     def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
         """The slot of each choice, and how many rows go where if the split was made on the host."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..load.clock import Progress
-from ..utils.tables import counted
+from ..utils.text import counted
 from .run_state import LINKS, RunState
 
 PREFIX = "eplb_"

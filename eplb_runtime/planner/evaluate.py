@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..moe.routing.tables import SplitTables
-from ..moe.routing.water_filling import split_totals
+from ..moe.routing.water_filling import SplitTables, split_totals
 from ..placement import EMPTY, Placement
 from ..topology import Topology
 from .forecast import shares

@@ -19,7 +19,7 @@ from ..placement import uneven
 from ..planner import PlanError
 from ..planner.cost import HYSTERESIS
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
-from ..utils.tables import counted
+from ..utils.text import counted
 from .formats.loads import looks_partial
 from .simulate import Series, StepModel, simulate
 

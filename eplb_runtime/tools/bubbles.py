@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,14 +243,8 @@ def _steps_of_torch(actions: Sequence[Any]) -> list[Step]:
     return steps
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A schedule that `bubbles` knows.
-
-    Args:
-        table: ``(ranks, microbatches) -> table``.
-        formula: bubble from ranks and times, as published; None: there is none here.
-    """
+class Schedule(NamedTuple):
+    """The table of a schedule by ranks and micro-batches, and its bubble as published; None: there is none here."""
 
     table: Callable[[int, int], Table]
     formula: Callable[[int, Times], float] | None = None

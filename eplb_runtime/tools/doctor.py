@@ -23,8 +23,8 @@ from ..distributed.process_groups import backend_for
 from ..distributed.transports import TRANSPORTS, deepep, symmetric
 from ..distributed.transports.base import Transport, TransportError
 from ..topology import Topology
-from ..utils.errors import one_line
 from ..utils.jit import cache_folder, compiles, is_compiled
+from ..utils.text import one_line
 
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "numba", "prometheus_client")
 TIMEOUT_SECONDS = 30.0

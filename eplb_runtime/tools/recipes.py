@@ -143,6 +143,7 @@ def _of_script(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         said[key] = values if said.get(key, values) == values else [Unknown("given twice")]
     is_verl, is_slime = any(map(_VERL.fullmatch, words)), "actor_num_nodes" in said
     options: dict[str, Any] = {}
+    missing = missing or "the file of --yaml-cfg" * ("yaml_cfg" in said)
     if missing and not is_verl:
         options = dict.fromkeys(megatron.DEFAULTS, Unknown(f"may be in {missing}"))
     for flag_name, setting in SETTINGS.items():
@@ -152,10 +153,13 @@ def _of_script(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     ranks = said.get("actor_num_gpus_per_node") or said.get("n_gpus_per_node") or said.get("nproc_per_node") or [None]
     are_known = isinstance(nodes[0], int) and isinstance(ranks[0], int)
     options["world_size"] = nodes[0] * ranks[0] if are_known else Unknown("ranks of the job")
-    if "save" in said and not is_slime and not is_verl:
+    if "fp16" in said:
+        options.setdefault("bf16", False)
+    if not is_slime and not is_verl:
         way = (said.get("ckpt_format") or ["torch_dist"])[0]
         by_name = "no_save_optim" in said or (way == "torch_dist" and "dist_ckpt_optim_fully_reshardable" in said)
-        options["saves_by_place"] = way in ("torch", "torch_dist") and not by_name and (said["save"] or [True])[0]
+        by_place = "save" in said and way in ("torch", "torch_dist") and not by_name
+        options["saves_by_place"] = by_place and next(iter(said["save"]), True)
     if options.get("optimizer") in megatron.MUON and options.get("use_distributed_optimizer", is_slime) is True:
         # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
         options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}

@@ -14,7 +14,7 @@ from eplb_runtime.moe import kernel_selection, kernels
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
 from eplb_runtime.moe.routing.slots import count_choices, deal_out
-from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.moe.routing.water_filling import SplitTables
 from eplb_runtime.planner import plan
 from eplb_runtime.tools.bench import timed
 from eplb_runtime.topology import Topology

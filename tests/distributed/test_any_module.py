@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import load_example
-from flat_settings import config_from_settings
 from ranks import run_ranks
 from support.seen import assert_refused, same
 from support.shuffle import plan_by, plan_shuffle
+from support.training import config_from_settings
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.job import Job, Run
 from support.seen import assert_refused, differing, said_by
 from torch import nn
 
@@ -175,13 +176,10 @@ def left_by_cycles(rank: int) -> list[tuple[int, ...]]:
     left = []
     for cycles in (3, 3):
         for _ in range(cycles):
-            model = make_model("olmoe", layers=1)
-            optimizer = torch.optim.AdamW(model.parameters())
-            balancer = training.attach(model, optimizer, gate="always", replica_slots=1, interval=2)
-            for step in range(3):
-                training.step(model, optimizer, batch_of(rank, step))
-            balancer.close()
-            del model, optimizer, balancer
+            settings = {"interval": 2, "lag": 1, "replica_slots": 1}
+            job = Run(rank, Job(layers=1, planner=eplb.plan, settings=settings)).attach().train(3)
+            job.balancer.close()
+            del job
         gc.collect()
         ours = sum(str(type(one).__module__).startswith(("eplb_runtime", "torch.nn")) for one in gc.get_objects())
         tensors = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())

@@ -4,23 +4,22 @@ optimizer tensor. What it is equal to in one process: `test_loops`; with each op
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from moe_models import batch_of, make_model
+from moe_models import make_model
 from ranks import run_ranks
 from support import training
-from support.seen import differing, digests, said_by
-from support.shuffle import plan_by, plan_newest, plan_shuffle, wait_until_compiled
+from support.job import Job, Run, Trace, changing, moved, static, train, train_all
+from support.seen import differing, said_by
+from support.shuffle import plan_newest
 
 import eplb_runtime as eplb
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.migration.engine import Phase
 from eplb_runtime.planner.policies import shuffled
 
@@ -30,7 +29,7 @@ EXPERTS = 16
 class MasterSGD(torch.optim.Optimizer):
     """bfloat16 weights, float32 masters and momentum in the optimizer's state."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
@@ -47,175 +46,81 @@ class MasterSGD(torch.optim.Optimizer):
                     parameter.copy_(state["master"])
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, fused=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=3e-3, momentum=0.9),
-    "masters": lambda parameters: MasterSGD(parameters, lr=0.1),
-}
-
-
-def nothing(rank: int, balancer: eplb.Balancer) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Job:
-    """Experts move after each interval, all of them: ``planner`` says where to; without one they stay.
-
-    Args:
-        overflow: the step in which one rank's gradients overflow; without a scaler nobody takes it.
-        begin: done once a rank has attached.
-    """
-
-    planner: Callable[..., eplb.Plan] | None = None
-    steps: int = 3
-    interval: int = 1
-    optimizer: str = "AdamW"
-    dtype: torch.dtype = torch.float32
-    implementation: str = "grouped_mm"
-    recompute: bool = False
-    compiled: bool = False
-    autocast: bool = False
-    averages: bool = False
-    scaled: bool = False
-    overflow: int = -1
-    hold_back: bool = False
-    sliced: bool = False
-    settings: tuple[tuple[str, Any], ...] = ()
-    begin: Callable[[int, eplb.Balancer], None] = nothing
-
-
-def ep_group() -> dist.ProcessGroup:
-    """EP 2: ranks 0 and 1 are one EP group, 2 and 3 the next."""
-    return training.meshes(2, dist.get_world_size() // 2)[0]["ep"].get_group()
-
-
-def train(rank: int, job: Job) -> dict[str, Any]:
-    model = make_model("olmoe", experts=EXPERTS, top_k=4).to(job.dtype).train()
-    model.set_experts_implementation(job.implementation)
-    if job.recompute:
-        model.gradient_checkpointing_enable()
-    settings = {"interval": job.interval, "lag": 0, "gate": "always", **dict(job.settings)}
-    settings["policy"] = "incremental" if job.planner else "static"
-    if job.sliced:
-        settings["dense_gradients"] = "host"
-        training.shard(model, 2, dist.get_world_size() // 2, **settings)
-    optimizer = OPTIMIZERS[job.optimizer](model.parameters())
-    balancer = training.attach(model, optimizer, ep_group=ep_group(), **settings)
-    if job.planner:
-        plan_by(balancer, job.planner)
-        wait_until_compiled(balancer)
-    job.begin(rank, balancer)
-    averages = {name: model.get_parameter(name).detach().clone() for name in balancer.layer_of_parameter}
-    if job.averages:
-        balancer.register_all("ema", averages)
-    scaler = eplb.GradScaler(balancer, init_scale=1024.0, growth_interval=1000) if job.scaled else None
-
-    def step(number: int) -> torch.Tensor:
-        # The text changes every two steps, and with it the experts that it calls for.
-        ids = batch_of(rank, number) % 12 + 12 * ((number // 2) % 7)
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.autocast):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        with balancer.no_sync() if job.hold_back else nullcontext():
-            (scaler.scale(loss) if scaler else loss).backward()
-        overflows = number == job.overflow
-        if scaler:
-            if overflows and rank == 1:
-                model.model.layers[0].mlp.experts.down_proj.grad[0, 0, 0] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-        elif not overflows:
-            if job.overflow < 0:
-                norms.append(float(balancer.clip_grad_norm_(0.5)))
-            optimizer.step()
-        optimizer.zero_grad()
-        for name, average in averages.items() if job.averages else ():
-            average.lerp_(model.get_parameter(name).detach(), 0.1)
-        return loss
-
-    norms: list[float] = []
-    run = torch.compile(step, backend="aot_eager") if job.compiled else step
-    losses = [run(number).item() for number in range(job.steps)]
-    result = {
-        "seen": {"losses": losses, "norms": norms, **digests(eplb.logical_state_dict(model, optimizer))},
-        "scale": scaler.get_scale() if scaler else None,
-        "moved": len(balancer.events.of_type(RebalanceCommitted)),
-        "aborted": [event.cause for event in balancer.events.of_type(RebalanceAborted)],
-        "placement": balancer.placement.digest(),
-    }
-    balancer.close()
-    return result
-
-
-REPLICAS = (("replica_slots", 1), ("interval", 2))
+job = partial(Job, experts=EXPERTS, top_k=4, ep=2, batches=changing, clip=0.5)
+"""Ranks 0 and 1 are one EP group, 2 and 3 the next."""
+FUSED = partial(torch.optim.AdamW, lr=3e-3, fused=True)
+REPLICAS = {"replica_slots": 1, "interval": 2}
 MOVED = {
-    "eager": Job(implementation="eager"),
-    "batched_mm": Job(implementation="batched_mm"),
-    "recomputed": Job(recompute=True),
-    "float32 masters": Job(dtype=torch.bfloat16, optimizer="masters"),
-    "autocast": Job(autocast=True),
-    "averages": Job(averages=True),
-    "scaled": Job(optimizer="fused", scaled=True, overflow=2, steps=4),
+    "eager": job(implementation="eager"),
+    "batched_mm": job(implementation="batched_mm"),
+    "recomputed": job(recompute="layers"),
+    "float32 masters": job(dtype=torch.bfloat16, optimizer=MasterSGD),
+    "autocast": job(autocast=True),
+    "averages": job(averages=True),
+    "scaled": job(optimizer=FUSED, scaled=True, overflow=2, steps=4),
 }
 """Against the same with experts that stay."""
 SCALED = {
-    "with replicas": Job(plan_newest, overflow=3, steps=6, settings=REPLICAS),
-    "with replicas, held back": Job(plan_newest, overflow=9, steps=6, settings=REPLICAS, hold_back=True),
+    "with replicas": job(planner=plan_newest, clip=0.0, overflow=3, steps=6, settings=REPLICAS),
+    "with replicas, held back": job(planner=plan_newest, clip=0.0, steps=6, settings=REPLICAS, hold_back=True),
 }
 """Against the same with a scaler, whose scale is a power of two: exact."""
-EDP = Job(interval=2, steps=7)
 
 
 def pairs() -> dict[str, tuple[Job, Job]]:
-    found = {name: (job, replace(job, planner=plan_shuffle)) for name, job in MOVED.items()}
-    found["by the planner"] = Job(steps=8, interval=2), Job(plan_newest, steps=8, interval=2)
-    return found | {f"scaled, {name}": (job, replace(job, scaled=True)) for name, job in SCALED.items()}
+    found = {name: (one, moved(one)) for name, one in MOVED.items()}
+    by_planner = job(planner=plan_newest, steps=8, settings={"interval": 2})
+    found["by the planner"] = static(by_planner), by_planner
+    return found | {f"scaled, {name}": (one, replace(one, scaled=True)) for name, one in SCALED.items()}
 
 
-def train_pairs(rank: int) -> dict[str, list[dict[str, Any]]]:
-    return {name: [train(rank, job) for job in pair] for name, pair in pairs().items()}
+def train_pairs(rank: int) -> dict[str, list[Trace]]:
+    return {name: train_all(rank, *pair) for name, pair in pairs().items()}
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[dict[str, list[dict[str, Any]]]]:
+def trained() -> list[dict[str, list[Trace]]]:
     return run_ranks(2, train_pairs)
 
 
 @pytest.mark.parametrize("name", pairs())
-def test_no_bit_changes(trained: list[dict[str, list[dict[str, Any]]]], name: str) -> None:
+def test_no_bit_changes(trained: list[dict[str, list[Trace]]], name: str) -> None:
     for found in trained:
         one, other = found[name]
-        assert differing(one["seen"], other["seen"]) == []
-        assert other["aborted"] == [] and other["moved"] >= 2
-        assert one["moved"] == (other["moved"] if name.startswith("scaled, ") else 0)
-        assert other["placement"] == trained[0][name][1]["placement"]
-        overflows = pairs()[name][1].overflow < pairs()[name][1].steps
-        assert other["scale"] in ((None, 512.0) if overflows else (1024.0,))
+        assert differing(one.bits, other.bits) == []
+        assert other.aborted == [] and other.commits >= 2
+        assert one.commits == (other.commits if name.startswith("scaled, ") else 0)
+        assert other.placement == trained[0][name][1].placement
+        scaled = pairs()[name][1]
+        assert other.scale == ((512.0 if scaled.overflow > 0 else 1024.0) if scaled.scaled else None)
 
 
-def train_all(rank: int, *jobs: Job) -> list[dict[str, Any]]:
-    return [train(rank, job) for job in jobs]
+def moved_in_several_ways(rank: int) -> list[list[Trace]]:
+    """Between steps, beside them, and in slices by `fully_shard`; each after the same with experts that stay."""
+    whole = job(steps=7, settings={"interval": 2})
+    sliced, run = replace(whole, sliced=True, steps=5, width=48), Run(rank, moved(whole)).attach(overlap=True)
+    while len(run.balancer.events.of_type(RebalanceCommitted)) < 2:
+        run.step()  # on a busy machine experts arrive some steps later
+    beside = run.end()
+    still = train(rank, replace(whole, steps=run.steps))
+    return [train_all(rank, whole, moved(whole)), [still, beside], train_all(rank, sliced, moved(sliced))]
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_no_bit_changes_where_several_ranks_hold_an_expert(ranks: int) -> None:
-    """Whole, or a slice of it by `fully_shard`."""
-    moving, sliced = replace(EDP, planner=plan_shuffle), replace(EDP, sliced=True, steps=5)
-    overlapping, sliced_moving = replace(moving, settings=(("overlap", True),)), replace(sliced, planner=plan_shuffle)
-    results = run_ranks(ranks, train_all, EDP, sliced, moving, overlapping, sliced_moving)
-    for whole, slices, *moved in results:
-        for static, found, first in zip((whole, whole, slices), moved, results[0][2:], strict=True):
-            assert differing(static["seen"], found["seen"]) == []
-            assert found["moved"] >= 2 and found["placement"] == first["placement"]
+    results = run_ranks(ranks, moved_in_several_ways)
+    for ways in results:
+        for (still, found), (_, first) in zip(ways, results[0], strict=True):
+            assert differing(still.bits, found.bits) == []
+            assert found.commits >= 2 and found.placement == first.placement
 
 
 # -- EP groups that hold the same experts keep one placement, and whoever strays is noticed in time --------------------
 
 
-def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> None:
+def another_plan_for_the_second_group(rank: int) -> list[Trace]:
     """Both its ranks receive the first plan that moves anything with experts elsewhere."""
-    done = []
+    done, run = [], Run(rank, job(planner=plan_newest, steps=8, settings={"interval": 2})).attach()
 
     def alter(message: bytearray) -> None:
         fields = json.loads(bytes(message))
@@ -226,23 +131,23 @@ def another_plan_for_the_second_group(rank: int, balancer: eplb.Balancer) -> Non
             message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
-        balancer.rebalancer._engine.probe = lambda phase, subject: alter(subject) if phase is Phase.PLANNED else None
+        run.balancer.rebalancer._engine.probe = lambda phase, of: alter(of) if phase is Phase.PLANNED else None
+    return [run.train(8).end(), train(rank, static(run.job))]
 
 
 def test_a_group_with_another_plan_is_noticed_before_anything_moves() -> None:
-    job = Job(plan_newest, steps=8, interval=2, begin=another_plan_for_the_second_group)
-    for static, result in run_ranks(4, train_all, Job(steps=8), job):
-        assert result["aborted"] == ["rank 2, 3 has another plan than rank 0"]
-        assert result["moved"] >= 1 and differing(static["seen"], result["seen"]) == []
+    for found, still in run_ranks(4, another_plan_for_the_second_group):
+        assert found.aborted == ["rank 2, 3 has another plan than rank 0"]
+        assert found.commits >= 1 and differing(still.bits, found.bits) == []
 
 
 def start_or_restore_apart(rank: int) -> list[str]:
     start = eplb.Placement.initial(2, EXPERTS, 2)
     other = eplb.Placement(start.physical_to_logical[:, ::-1], EXPERTS, 2, start.home[:, ::-1])
     model, mine = make_model("olmoe", experts=EXPERTS), start if rank < 2 else other
-    config = eplb.BalancerConfig(initial_placement=mine)
-    said = [said_by(lambda: eplb.attach(model, config=config, ep_group=ep_group()))]
-    balancer = eplb.attach(model, ep_group=ep_group())
+    config, ep_group = eplb.BalancerConfig(initial_placement=mine), training.meshes(2, 2)[0]["ep"].get_group()
+    said = [said_by(lambda: eplb.attach(model, config=config, ep_group=ep_group))]
+    balancer = eplb.attach(model, ep_group=ep_group)
     narrow = eplb.Placement.initial(2, EXPERTS, 4 if rank == 3 else 2)
     right = {"step": 8, "placement": other.to_json()}
     states: list[dict[str, Any]] = [{**right, "placement": mine.to_json()}, {**right, "step": 8 + rank}]
@@ -283,14 +188,15 @@ def test_ranks_that_start_or_are_restored_apart_are_told_so_and_nothing_changes(
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-def compiled_and_not(rank: int) -> list[dict[str, Any]]:
-    job = Job(plan_shuffle, optimizer="SGD", settings=(("replica_slots", 1),))
+def compiled_and_not(rank: int) -> list[Trace]:
+    sgd = partial(torch.optim.SGD, lr=3e-3, momentum=0.9)
+    plain = moved(job(optimizer=sgd, settings={"replica_slots": 1}))
     torch._dynamo.reset()
-    return [train(rank, job), train(rank, replace(job, compiled=True))]
+    return train_all(rank, plain, replace(plain, compiled=True))
 
 
 @pytest.mark.long
 def test_a_compiled_step_trains_to_the_same_bits() -> None:
     """Graphs break at MoE layers. A compiled model alone: `test_any_module`."""
     for plain, compiled in run_ranks(2, compiled_and_not):
-        assert differing(plain["seen"], compiled["seen"]) == [] and compiled["moved"] == 3
+        assert differing(plain.bits, compiled.bits) == [] and compiled.commits == 3

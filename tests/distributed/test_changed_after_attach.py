@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support.seen import assert_refused, differing, digests
 from support.shuffle import with_replicas
+from support.training import config_from_settings
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel

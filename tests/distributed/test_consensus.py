@@ -13,11 +13,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
 from support import training
+from support.job import Job, Run
 from support.seen import heard, said_by
 
+import eplb_runtime as eplb
 from eplb_runtime.distributed.consensus import (
     Agreement,
     Ballot,
@@ -153,19 +155,16 @@ def test_a_mistake_in_work_of_one_rank_leaves_no_other_waiting() -> None:
 # -- Ranks that run unequal numbers of forwards: said in one line that names them, and never the end of the process
 
 
-class Job:
+class Parting(Run):
     """An attached model in training, past the guard's first steps unless told otherwise."""
 
     def __init__(self, rank: int, steps: int = 4, **options: Any) -> None:
-        self.rank = rank
-        self.model = make_model("olmoe").train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.balancer = training.attach(self.model, self.optimizer, policy="static", **options)
-        for step in range(steps):
-            self.step(step)
+        super().__init__(rank, Job(settings={"interval": 100, **options}))
+        self.attach().train(steps)
 
-    def step(self, step: int = 0) -> None:
-        training.step(self.model.train(), self.optimizer, batch_of(self.rank, step))
+    def step(self) -> None:
+        self.model.train()
+        super().step()
 
     @torch.no_grad()
     def evaluate(self, batches: int) -> None:
@@ -195,7 +194,7 @@ def meeting(rank: int) -> list[list[str]]:
     wait. Who was ahead has met no one yet in what the others have behind them."""
     found = []
     for slots in (0, 1):
-        job = Job(rank, replica_slots=slots)
+        job = Parting(rank, replica_slots=slots)
         right = partial(job.evaluate, 3), partial(job.generate, 3), job.step
         said = [job.heard(*right), job.heard(partial(job.evaluate, 3 + (rank == 0)), job.step)]
         said += [job.heard(partial(job.generate, 4 if rank else 6), job.step), job.heard(*right)]
@@ -220,7 +219,7 @@ def test_forwards_that_do_not_belong_together_are_noticed_where_they_meet() -> N
 
 
 def meeting_in_the_first_steps(rank: int) -> None:
-    job = Job(rank, steps=0)
+    job = Parting(rank, steps=0)
 
     def exit_early() -> None:
         out = job.model(input_ids=batch_of(rank, 0), output_hidden_states=True)
@@ -239,16 +238,12 @@ def test_ranks_that_part_in_the_first_steps_are_told_at_once_and_on_all_but_not_
 
 def rebalance_alone(rank: int) -> str:
     """The second rank calls it while the first trains on and its guard compares; both then train to the end."""
-    model = make_model("olmoe")
-    optimizer = torch.optim.AdamW(model.parameters())
-    balancer = training.attach(model, optimizer, interval=50, timeout_seconds=training.DEADLINE)
-    said = ""
-    for step in range(5):
-        if step == 1 and rank == 1:
-            said = said_by(balancer.rebalance)
-        training.step(model, optimizer, batch_of(rank, step))
-    balancer.rebalance()
-    balancer.close()
+    settings = {"interval": 50, "lag": 1, "timeout_seconds": training.DEADLINE}
+    job, said = Run(rank, Job(planner=eplb.plan, settings=settings)).attach().train(1), ""
+    if rank == 1:
+        said = said_by(job.balancer.rebalance)
+    job.train(4).balancer.rebalance()
+    job.balancer.close()
     return said
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support import training
+from support.job import Job, Run
 from support.seen import assert_refused
 
+import eplb_runtime as eplb
 from eplb_runtime.events import RebalanceAborted, RebalancePlanned
 
 RANKS, LAYERS, EXPERTS = 2, 2, 8
@@ -21,22 +21,13 @@ SKEWED = np.array([[100.0, 100, 100, 100, 1, 1, 1, 1], [1, 100, 1, 100, 1, 1, 1,
 """Layer 0: all heavy experts on rank 0; layer 1: two of them there."""
 
 
-class Job:
-    def __init__(self, rank: int, **settings: Any) -> None:
-        self.rank, self.steps = rank, 0
-        self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.balancer = training.attach(self.model, self.optimizer, **{"interval": 2, "gate": "always", **settings})
-        self.model.train()
+def started(rank: int, **settings: Any) -> Run:
+    return Run(rank, Job(planner=eplb.plan, settings={"interval": 2, "lag": 1, **settings})).attach()
 
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            training.step(self.model, self.optimizer, batch_of(self.rank, self.steps))
-            self.steps += 1
 
-    def heavy_on_rank_0(self) -> list[int]:
-        home_rank = self.balancer.placement.home_rank
-        return [int((home_rank[layer, SKEWED[layer] == 100] == 0).sum()) for layer in range(LAYERS)]
+def heavy_on_rank_0(job: Run) -> list[int]:
+    home_rank = job.balancer.placement.home_rank
+    return [int((home_rank[layer, SKEWED[layer] == 100] == 0).sum()) for layer in range(LAYERS)]
 
 
 PADDING = np.full((5, LAYERS, 1), -1)
@@ -60,15 +51,15 @@ def declare_in_many_ways(rank: int) -> list[tuple[list[int], str]]:
         np.where(np.arange(EXPERTS) % RANKS == rank, SKEWED, 0.0),  # each rank what its own batches will choose
         chosen_by_tokens() if rank == 0 else PADDING,
     ):
-        job = Job(rank)
+        job = started(rank)
         if declared is not None:
             job.balancer.declare(declared)
-        assert job.heavy_on_rank_0() == [4, 2] and job.balancer.rebalance()
-        placements.append((job.heavy_on_rank_0(), job.balancer.placement.digest()))
+        assert heavy_on_rank_0(job) == [4, 2] and job.balancer.rebalance()
+        placements.append((heavy_on_rank_0(job), job.balancer.placement.digest()))
         job.balancer.close()
     with pytest.raises(RuntimeError, match="closed"):
         job.balancer.declare(SKEWED)
-    padded = Job(rank, interval=None, lag=1, replica_slots=1)
+    padded = started(rank, interval=None, lag=1, replica_slots=1)
     padded.balancer.declare(PADDING)
     assert not padded.balancer.rebalance()
     (aborted,) = padded.balancer.events.of_type(RebalanceAborted)
@@ -76,7 +67,7 @@ def declare_in_many_ways(rank: int) -> list[tuple[list[int], str]]:
     padded.balancer.declare(SKEWED)
     assert padded.balancer.rebalance() and (padded.balancer.placement.replicas_LRK >= 0).any()
     padded.balancer.close()
-    static = Job(rank, policy="static")
+    static = started(rank, policy="static")
     with pytest.raises(RuntimeError, match="never moves"):
         static.balancer.declare(SKEWED)
     static.balancer.close()
@@ -89,11 +80,11 @@ def test_any_rank_may_declare_and_all_go_by_it() -> None:
 
 
 def declare_for_one_decision(rank: int) -> None:
-    job, reported = Job(rank), []
+    job, reported = started(rank), []
     job.train(1)
     job.balancer.declare(SKEWED)
     job.train(2)
-    assert job.heavy_on_rank_0() == [2, 1]
+    assert heavy_on_rank_0(job) == [2, 1]
     job.train(4)
     first, *later = (event.imbalance_before for event in job.balancer.events.of_type(RebalancePlanned))
     assert first > 1.4 and later
@@ -118,7 +109,7 @@ def test_it_counts_for_the_next_decision_alone_and_needs_as_many_windows_on_each
 def keys_of_the_store(rank: int) -> None:
     """Those in the launcher's store after each declaration, and after each step with one."""
     store = dist.distributed_c10d._get_default_store()
-    job = Job(rank, interval=1, lag=0)
+    job = started(rank, interval=1, lag=0)
     own = job.balancer.runtime.groups.store
 
     def keys() -> int:
@@ -149,7 +140,7 @@ def test_decisions_and_migrations_leave_no_keys_in_the_launchers_store() -> None
 
 
 def refuse(rank: int) -> None:
-    job = Job(rank)
+    job = started(rank)
     short = partial(job.balancer.declare, SKEWED[:1])
     assert_refused({"[2, 8]": short, "(1, 8)": short, "give": short})
     for bad in (SKEWED[:, :4], -SKEWED, SKEWED * np.nan, SKEWED * 0, "tokens", [[1.0], [2.0, 3.0]]):

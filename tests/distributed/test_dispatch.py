@@ -33,10 +33,9 @@ from ranks import run_ranks
 from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import deepep as transport
 from eplb_runtime.distributed.transports import nvshmem
-from eplb_runtime.moe.dispatch import wire_format
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
-from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep import FLOAT8, DeepEPDispatcher, pack, unpack
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 
 
@@ -253,8 +252,8 @@ def test_no_result_is_kept_where_the_tokens_are(ranks: list, kind: str) -> None:
 
 
 def rounded_to_float8(hidden: torch.Tensor) -> torch.Tensor:
-    rows = wire_format.pack(hidden, None, 1, in_float8=True)
-    return wire_format.unpack(rows, torch.arange(len(hidden)), hidden.shape[1])
+    rows = pack(hidden, None, 1, in_float8=True)
+    return unpack(rows, torch.arange(len(hidden)), hidden.shape[1])
 
 
 def rounded(rank: int, on: Callable[..., tuple[Dispatcher, int]]) -> dict[str, Any]:
@@ -284,7 +283,7 @@ def test_float8_on_the_way_to_experts_is_as_if_hidden_states_had_been_rounded_be
         found = result[kind, "float8"]
         assert all(all(map(torch.equal, *pair)) for pair in zip(found["travel"], found["before"], strict=True))
         assert not torch.equal(found["travel"][0][0], found["not"][0][0]), "control: it is a rounding"
-        assert found["again"] and found["travel", "dtypes"] == [wire_format.FLOAT8, *[torch.bfloat16] * 3]
+        assert found["again"] and found["travel", "dtypes"] == [FLOAT8, *[torch.bfloat16] * 3]
         first, *others = found["travel"]
         assert kind not in LOGICAL or all(all(map(torch.equal, first, other)) for other in others)
 

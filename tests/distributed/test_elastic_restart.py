@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
-from support import training
+from support.job import Job, Run
 from support.seen import said_by, same
 from support.shuffle import plan_by
 
@@ -28,41 +29,37 @@ SAVED_AT, STEPS = 6, 9
 State = dict[str, torch.Tensor]
 
 
-def job(replica_slots: int = 0, **settings: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS).double().train()
-    model.set_experts_implementation("eager")  # the only one for float64
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    settings = {"interval": 4, "gate": "always", "replica_slots": replica_slots, **settings}
-    return model, optimizer, training.attach(model, optimizer, **settings)
+def shares(rank: int, step: int) -> torch.Tensor:
+    """Batches that are the same on any number of ranks."""
+    return torch.cat([batch_of(share, step + 1) for share in range(rank, SHARES, dist.get_world_size())])
 
 
-def train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> State:
-    """The state after these steps, whose batches are the same on any number of ranks."""
-    for step in range(first, last + 1):
-        shares = range(rank, SHARES, dist.get_world_size())
-        training.step(model, optimizer, torch.cat([batch_of(share, step) for share in shares]))
-    return eplb.logical_state_dict(model, optimizer)
+def started(rank: int, **settings: Any) -> Run:
+    exact = {"dtype": torch.float64, "implementation": "eager"}  # the only one for float64
+    job = partial(Job, experts=EXPERTS, optimizer=torch.optim.AdamW, planner=eplb.plan, batches=shares, **exact)
+    return Run(rank, job(settings={"interval": 4, "lag": 1, **settings})).attach()
 
 
 def begin(rank: int, folder: Path) -> tuple[State, State, dict[str, Any]]:
     """What is saved, how that run goes on, and the balancer's part of it."""
-    model, optimizer, balancer = job()
-    at_save = train(rank, model, optimizer, 1, SAVED_AT)
-    eplb.checkpoint.save(folder, model, optimizer)
-    state = balancer.state_dict()
-    at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
-    balancer.close()
+    job = started(rank)
+    at_save = job.train(SAVED_AT).state()
+    eplb.checkpoint.save(folder, job.model, job.optimizer)
+    state = job.balancer.state_dict()
+    at_end = job.train(STEPS - SAVED_AT).state()
+    job.balancer.close()
     return at_save, at_end, state
 
 
 def go_on(rank: int, folder: Path, replica_slots: int, moved: bool) -> dict[str, Any]:
     """Nothing moves later, so that what the restart has placed stays."""
-    model, optimizer, balancer = job(replica_slots)
+    job = started(rank, replica_slots=replica_slots)
+    balancer, job.steps = job.balancer, SAVED_AT
     start = balancer.placement
-    eplb.checkpoint.load(folder, model, optimizer, warm_start=moved)
-    placed, at_load = balancer.placement, eplb.logical_state_dict(model, optimizer)
+    eplb.checkpoint.load(folder, job.model, job.optimizer, warm_start=moved)
+    placed, at_load = balancer.placement, job.state()
     with balancer.quiesce():
-        at_end = train(rank, model, optimizer, SAVED_AT + 1, STEPS)
+        at_end = job.train(STEPS - SAVED_AT).state()
     assert balancer.placement is placed
     history = [load.tolist() for load in balancer.rebalancer.decisions.history]
     balancer.load_state_dict(balancer.state_dict())
@@ -74,8 +71,7 @@ def go_on(rank: int, folder: Path, replica_slots: int, moved: bool) -> dict[str,
 def refuse(rank: int, saved: dict[str, Any]) -> list[str]:
     """What is said, after how many windows of the load were taken all the same."""
     said, without = [], {key: saved[key] for key in ("step", "placement")}
-    _, _, static = job(policy="static")
-    _, _, balancer = job()
+    static, balancer = started(rank, policy="static").balancer, started(rank).balancer
     stands = balancer.placement
     logging.disable(logging.WARNING)
     for one, state in ((static, saved), (balancer, without), (balancer, saved), (balancer, {**saved, "step": rank})):

@@ -39,7 +39,7 @@ RANKS = 3
 ABORTED = 24
 
 
-class Job(beside.Job):
+class Run(beside.Run):
     """With experts that move at every decision between steps."""
 
     def __init__(self, rank: int, timeout_seconds: float, **settings: Any) -> None:
@@ -64,10 +64,6 @@ def at(phase: Phase, action: Callable[[Any], None]) -> Probe:
     return lambda now, subject: action(subject) if now is phase and subject else None
 
 
-def at_plans(action: Callable[[bytearray], None]) -> Probe:
-    return lambda phase, subject: action(subject) if phase is Phase.PLANNED else None
-
-
 def raising(kind: type[Exception], text: str) -> Callable[..., Any]:
     def fail(*args: Any, **options: Any) -> Any:
         raise kind(text)  # a new one each time: an old one keeps alive what was on its way when it was raised
@@ -77,7 +73,7 @@ def raising(kind: type[Exception], text: str) -> Callable[..., Any]:
 
 def one_fault_after_another(rank: int) -> dict[str, Any]:
     decision.PlannerProcess = PlannerProcess  # type: ignore[misc] # the real one
-    job = Job(rank, timeout_seconds=training.DEADLINE)
+    job = Run(rank, timeout_seconds=training.DEADLINE)
     balancer, said = job.balancer, {}
 
     process = job.decisions.process
@@ -107,7 +103,7 @@ def one_fault_after_another(rank: int) -> dict[str, Any]:
     gone.set()
     job.until_next(BalancingResumed)
     job.until_next(RebalanceCommitted)
-    said["same"] = job.equals(job.still(beside.Job))
+    said["same"] = job.equals(job.still())
     said["ended"] = [event.cause for event in balancer.events.of_type(BalancingEnded)]
     return said
 
@@ -126,7 +122,7 @@ def test_each_fault_ends_one_rebalance_and_the_next_ones_work() -> None:
 
 
 def parted(rank: int) -> str:
-    job = Job(rank, timeout_seconds=20.0)
+    job = Run(rank, timeout_seconds=20.0)
     job.until_next(RebalanceCommitted)
     rebalancer = job.balancer.rebalancer
     if rank == 2:
@@ -150,7 +146,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def faults(job: Job) -> Iterator[None]:
+def faults(job: Run) -> Iterator[None]:
     """Each way to break a rebalance in turn, set up before ``yield`` and taken back after it."""
     engine, rank = job.engine, job.rank
 
@@ -165,9 +161,9 @@ def faults(job: Job) -> Iterator[None]:
         yield
         plan_by(job.balancer, plan_shuffle)
         if rank == 1:
-            engine.probe = at_plans(raising(KeyError, "one rank's own trouble"))
+            engine.probe = at(Phase.PLANNED, raising(KeyError, "one rank's own trouble"))
         yield
-        engine.probe = at_plans(garble) if rank == 1 else unobserved
+        engine.probe = at(Phase.PLANNED, garble) if rank == 1 else unobserved
         yield
         engine.probe = unobserved
         if rank == 1:
@@ -193,7 +189,7 @@ FOUND_AT = [
 
 def break_many(rank: int) -> dict[str, Any]:
     logging.getLogger("eplb_runtime").setLevel(logging.CRITICAL)  # a warning each, some with a traceback
-    job = Job(rank, timeout_seconds=20.0)
+    job = Run(rank, timeout_seconds=20.0)
     job.until_next(RebalanceCommitted)
     holding, placement, fault = [], job.balancer.placement, faults(job)
     for number in range(ABORTED):
@@ -215,7 +211,7 @@ def break_many(rank: int) -> dict[str, Any]:
         "aborted": aborted[:6],
         "committed": committed == job.steps,
         "reconnected": reconnected,
-        "same": job.equals(job.still(beside.Job)),
+        "same": job.equals(job.still()),
     }
 
 
@@ -232,7 +228,7 @@ def test_many_aborted_rebalances_leave_nothing_behind() -> None:
 
 def half_way(rank: int) -> dict[str, Any]:
     """A round takes one expert: the first is committed and the second fails; the next rebalance starts from there."""
-    job, rounds = Job(rank, 20.0, staging_bytes=1), {"committed": 0, "failed": False}
+    job, rounds = Run(rank, 20.0, staging_bytes=1), {"committed": 0, "failed": False}
 
     def fail(phase: Phase, subject: Any) -> None:
         rounds["committed"] += phase is Phase.COMMITTED
@@ -243,7 +239,7 @@ def half_way(rank: int) -> dict[str, Any]:
     job.engine.probe = fail
     aborted, after = job.until_next(RebalanceAborted), job.balancer.placement
     committed = job.until_next(RebalanceCommitted).digest
-    return {"aborted": aborted, "epoch": after.epoch, "committed": committed, "same": job.equals(job.still(beside.Job))}
+    return {"aborted": aborted, "epoch": after.epoch, "committed": committed, "same": job.equals(job.still())}
 
 
 def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_was_committed() -> None:
@@ -257,13 +253,13 @@ def test_a_rebalance_that_stops_half_way_says_so_and_training_goes_on_with_what_
 
 def waited_in_vain(rank: int) -> bool:
     """Rank 1 does not send its experts before the others have dropped the rebalance."""
-    job, store = Job(rank, timeout_seconds=training.DEADLINE), dist.distributed_c10d._get_default_store()
+    job, store = Run(rank, timeout_seconds=training.DEADLINE), dist.distributed_c10d._get_default_store()
     if rank == 1:
         job.engine.probe = at(Phase.PREPARED, lambda subject: store.wait(["gave up 0", "gave up 2"]))
     job.until_next(RebalanceAborted, BalancingPaused)
     store.set(f"gave up {rank}", "1")  # is there from now on
     job.until_next(RebalanceCommitted)
-    return job.equals(job.still(beside.Job))
+    return job.equals(job.still())
 
 
 def test_ranks_that_waited_in_vain_find_together_again() -> None:
@@ -272,7 +268,7 @@ def test_ranks_that_waited_in_vain_find_together_again() -> None:
 
 def dies_while_staging(rank: int) -> tuple[str, bool]:
     """Where the others' rebalance broke off, and whether they are whole."""
-    job = Job(rank, timeout_seconds=training.DEADLINE)
+    job = Run(rank, timeout_seconds=training.DEADLINE)
     before, old = [parameter.detach().clone() for parameter in job.model.parameters()], job.balancer.placement
     if rank == 2:
         job.engine.probe = at(Phase.STAGED, lambda staged: os._exit(1))
@@ -287,7 +283,7 @@ def test_a_rank_that_dies_while_staging_leaves_the_old_placement() -> None:
 
 def fails_after_the_vote(rank: int) -> list[str]:
     """Rank 1 runs out of memory in a commit; a loop that catches errors goes on. What it hears at each call after."""
-    job = Job(rank, 20.0)
+    job = Run(rank, 20.0)
     if rank == 1:
         job.engine.probe = at(Phase.COMMITTED, raising(MemoryError, "out of memory"))
     target = job.shift()

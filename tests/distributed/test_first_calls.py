@@ -6,13 +6,14 @@ Two ranks cannot show it, since each is everybody's peer: here three ranks have 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
-from moe_models import batch_of, make_model
 from ranks import run_ranks
 from recording import first_calls_not_made_by_all, record
-from support import training
+from support.job import Job, Run
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb
@@ -42,24 +43,22 @@ def connecting_anew_after_the_first(balancer: eplb.Balancer, steps: int) -> Iter
     yield from range(step, resumed[0].step + steps)
 
 
-def train(rank: int) -> list:
-    calls, settings = record(), {"replica_slots": 1, "initial_placement": one_copy()}
-    model = make_model("olmoe", experts=EXPERTS).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    balancer = training.attach(model, optimizer, interval=2, policy="static", lag=1, **settings)
-    for step in connecting_anew_after_the_first(balancer, 6):
-        ids = batch_of(rank, step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        balancer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert balancer.events.of_type(RebalanceCommitted) and not balancer.events.of_type(RebalanceAborted)
-    balancer.close()
+SGD = partial(torch.optim.SGD, lr=0.1)
+JOB = Job(experts=EXPERTS, optimizer=SGD, settings={"interval": 2, "lag": 1})
+
+
+def calls_of(rank: int) -> list:
+    calls, job = record(), Run(rank, replace(JOB, clip=1.0))
+    job.attach(replica_slots=1, initial_placement=one_copy())
+    for _ in connecting_anew_after_the_first(job.balancer, 6):
+        job.step()
+    assert job.balancer.events.of_type(RebalanceCommitted) and not job.balancer.events.of_type(RebalanceAborted)
+    job.balancer.close()
     return calls
 
 
 def test_the_first_call_on_every_group_is_made_by_all_its_ranks() -> None:
-    calls = run_ranks(RANKS, train)
+    calls = run_ranks(RANKS, calls_of)
     groups = {call.group: range(RANKS) for rank in range(RANKS) for call in calls[rank]}
     assert first_calls_not_made_by_all(calls, groups) == []
     # It is a case that could go wrong: rank 2 alone never sends or receives on the group of copies at first.
@@ -72,17 +71,14 @@ def test_the_first_call_on_every_group_is_made_by_all_its_ranks() -> None:
 def part_of_the_world(rank: int) -> list[float] | None:
     if rank == 2:
         return None
-    model = make_model("olmoe", experts=EXPERTS).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    eplb.attach(make_model("olmoe", experts=EXPERTS), ranks=Ranks(job=(0, 1))).close()
-    balancer = training.attach(model, optimizer, ranks=Ranks(job=(0, 1)), interval=2, policy="static", lag=1)
-    losses = [
-        training.step(model, optimizer, batch_of(rank, step % 4))
-        for step in connecting_anew_after_the_first(balancer, 5)
-    ]
-    assert len(balancer.events.of_type(RebalanceCommitted)) >= 2
-    balancer.close()
-    return losses
+    job = Run(rank, JOB)
+    eplb.attach(Run(rank, JOB).model, ranks=Ranks(job=(0, 1))).close()
+    job.attach(ranks=Ranks(job=(0, 1)))
+    for _ in connecting_anew_after_the_first(job.balancer, 5):
+        job.step()
+    assert len(job.balancer.events.of_type(RebalanceCommitted)) >= 2
+    job.balancer.close()
+    return job.losses
 
 
 def test_a_job_may_be_a_part_of_the_world_and_connect_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.job import Job, Run
 from support.seen import heard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,48 +35,36 @@ class Case:
 
     steps: int = 6
     prepare: Callable[[int, nn.Module], object] = nothing
-    begin: Callable[[Job], object] = nothing
-    ahead: Callable[[Job, int], object] = nothing
-    before_step: Callable[[Job, int], object] = nothing
+    begin: Callable[[Run], object] = nothing
+    ahead: Callable[[Run, int], object] = nothing
+    before_step: Callable[[Run, int], object] = nothing
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
     layers: int = 1
     options: dict[str, object] = field(default_factory=dict)
 
 
-class Job:
-    """An attached model in training, in the way that a case says."""
-
-    def __init__(self, rank: int, case: Case) -> None:
-        self.rank, self.case = rank, case
-        self.model: Any = make_model("olmoe", experts=EXPERTS, layers=case.layers)
-        case.prepare(rank, self.model)
-        self.optimizer = case.optimizer(self.model.parameters(), lr=1e-3)
-        settings = {"interval": 4, "lag": 1, "policy": "static", **case.options}
-        self.balancer = training.attach(self.model, self.optimizer, **settings)
-        self.trained: nn.Module = self.model.train()
-        case.begin(self)
-
-    def run(self) -> dict[str, Any]:
-        losses, error = [], ""
-        with heard() as warnings:
-            try:
-                for step in range(self.case.steps):
-                    self.case.ahead(self, step)
-                    ids = batch_of(self.rank, step)
-                    loss = self.trained(input_ids=ids, labels=ids).loss
-                    loss.backward()
-                    self.case.before_step(self, step)
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
-                    losses.append(loss.item())
-            except (GuardError, StructureError) as raised:
-                error = str(raised)
-        found = [(event.step, event.finding) for event in self.balancer.events.of_type(GuardFinding)]
-        self.balancer.close()
-        return {"losses": losses, "error": error, "findings": found, "warnings": warnings}
+def run(rank: int, case: Case) -> dict[str, Any]:
+    settings = {"interval": 4, "lag": 1, "policy": "static", **case.options}
+    optimizer = partial(case.optimizer, lr=1e-3)
+    job, losses, error = Run(rank, Job(layers=case.layers, optimizer=optimizer, settings=settings)), [], ""
+    case.prepare(rank, job.model)
+    case.begin(job.attach())
+    with heard() as warnings:
+        try:
+            for step in range(case.steps):
+                case.ahead(job, step)
+                job.backward(loss := job.forward())
+                case.before_step(job, step)
+                job.update()
+                losses.append(loss.item())
+        except (GuardError, StructureError) as raised:
+            error = str(raised)
+    found = [(event.step, event.finding) for event in job.balancer.events.of_type(GuardFinding)]
+    job.balancer.close()
+    return {"losses": losses, "error": error, "findings": found, "warnings": warnings}
 
 
-def padding_alone(job: Job) -> None:
+def padding_alone(job: Run) -> None:
     """One rank has nothing but padding, as at the end of data that does not divide evenly."""
 
     def pad(module: nn.Module, args: tuple, batch: dict) -> tuple:
@@ -85,33 +75,33 @@ def padding_alone(job: Job) -> None:
     job.model.register_forward_pre_hook(pad, with_kwargs=True, prepend=True)
 
 
-def wrapped(job: Job) -> None:
-    job.trained = DistributedDataParallel(job.model)
+def wrapped(job: Run) -> None:
+    job.module = DistributedDataParallel(job.model)
 
 
-def clipped_by_each_rank(job: Job, step: int) -> None:
+def clipped_by_each_rank(job: Run, step: int) -> None:
     job.balancer.reduce_gradients()
     nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
 
 
-def experts_alone(job: Job) -> None:
+def experts_alone(job: Run) -> None:
     """Nothing that ranks share shows what happens to them."""
     for name, parameter in job.model.named_parameters():
         parameter.requires_grad_(".experts." in name)
 
 
-def rates_by_own_loss(job: Job, step: int) -> None:
+def rates_by_own_loss(job: Run, step: int) -> None:
     if step >= 4:  # when everything is no longer looked at
         job.optimizer.param_groups[0]["lr"] *= 0.9 if job.rank else 0.8
 
 
-def unfrozen(job: Job) -> None:
+def unfrozen(job: Run) -> None:
     group = job.optimizer.param_groups[0]
     group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     experts_of(job.model).requires_grad_(True)
 
 
-def skipped(job: Job) -> None:
+def skipped(job: Run) -> None:
     """As torch's GradScaler does where an overflow shows on one rank alone."""
     job.optimizer.step = (lambda *_: None) if job.rank == 1 else job.optimizer.step
 
@@ -120,27 +110,27 @@ class WritesNothing(torch.optim.SGD):
     def step(self, closure: object = None) -> None: ...
 
 
-def written(job: Job, step: int) -> None:
+def written(job: Run, step: int) -> None:
     """Long after the first steps, somebody writes a parameter on rank 1 alone."""
     if step == 4 and job.rank == 1:
         with torch.no_grad():
             job.model.lm_head.weight[-1, -1] += 1e-3
 
 
-def one_layer_late(job: Job, step: int) -> None:
+def one_layer_late(job: Run, step: int) -> None:
     """From the second step of an interval on; later another layer, too."""
     for layer in (1,) * (step >= 4) + (2,) * (step >= 9):
         job.model.model.layers[layer].eval()
 
 
-def without_the_experts(job: Job, step: int) -> None:
+def without_the_experts(job: Run, step: int) -> None:
     """Frozen parts in evaluation mode: all but the experts modules."""
     job.model.eval()
     for layer in job.model.model.layers:
         layer.mlp.experts.train()
 
 
-def between_steps(job: Job, step: int) -> None:
+def between_steps(job: Run, step: int) -> None:
     job.model.eval()
     with torch.no_grad():
         job.model(input_ids=batch_of(0, step))
@@ -177,7 +167,7 @@ CASES = {
 
 
 def all_cases(rank: int) -> dict[str, dict[str, Any]]:
-    return {name: Job(rank, case).run() for name, case in CASES.items()}
+    return {name: run(rank, case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")

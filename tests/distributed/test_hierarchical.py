@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from host_waits import HostWaitsError, no_waits
 from moe_models import VOCABULARY, batch_of, make_model
 from ranks import run_ranks
 from support import training
-from support.shuffle import plan_by, wait_until_compiled
+from support.job import Job, Run
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalancePlanned
@@ -170,30 +171,28 @@ EXPERTS, LAYERS, INTERVAL, WIDTH, RANKS = 8, 2, 4, 32, 2
 
 def train(rank: int, ranks_per_node: int) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
-    model = make_model("olmoe", experts=EXPERTS, layers=LAYERS, width=WIDTH, top_k=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    balancer = training.attach(model, optimizer, interval=INTERVAL, gate="always")
-    wait_until_compiled(balancer)
-    decisions, asked = balancer.rebalancer.decisions, []
-    # Between the nodes as slow as makes a token that crosses as dear as a step.
-    decisions._topology = replace(decisions._topology, inter_node_bandwidth=1e4)
+    asked = []
 
     def planner(load: np.ndarray, *arguments: Any, **options: Any) -> eplb.Plan:
         asked.append((options["sources"], options["cost"].crossing_seconds, load.sum(axis=2).mean()))
         return eplb.plan(load, *arguments, **options)
 
-    plan_by(balancer, planner)
-    model.train()
+    def own_words(rank: int, step: int) -> torch.Tensor:
+        first, generator = 1 + (VOCABULARY // 2 - 1) * rank, torch.Generator().manual_seed(100 * step + rank)
+        return torch.randint(first, first + 8, (2, 12), generator=generator)
+
+    sgd, settings = partial(torch.optim.SGD, lr=0.0), {"interval": INTERVAL, "lag": 1}
+    job = Run(rank, Job(optimizer=sgd, planner=planner, settings=settings, batches=own_words)).attach()
+    balancer = job.balancer
+    # Between the nodes as slow as makes a token that crosses as dear as a step.
+    decisions = balancer.rebalancer.decisions
+    decisions._topology = replace(decisions._topology, inter_node_bandwidth=1e4)
     counted = np.zeros((LAYERS, EXPERTS))
-    first = 1 + (VOCABULARY // 2 - 1) * rank  # each rank has words of its own
     for step in range(2 * INTERVAL):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        ids = torch.randint(first, first + 8, (2, 12), generator=generator)
-        model(input_ids=ids, labels=ids).loss.backward()
+        job.backward(job.forward())
         if step < INTERVAL:
             counted += balancer.runtime.counter.counts.numpy()
-        optimizer.step()
-        optimizer.zero_grad()
+        job.update()
     reasons = [event.reason for event in balancer.events.of_type(RebalancePlanned)]
     balancer.close()
     return {"counted": counted, "reasons": reasons, "asked": asked, "homes": balancer.placement.home_rank}

@@ -6,14 +6,16 @@ decision; on the way, experts come too late, are written by the user, arrive wit
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import support.job
 import torch
-from beside import RANKS, Job, at, fail, flip_a_bit
+from beside import RANKS, Run, at, fail, flip_a_bit
 from moe_models import batch_of
 from ranks import run_ranks
 
@@ -24,7 +26,7 @@ from eplb_runtime.migration.overlapped import Overlapped
 
 
 @contextmanager
-def late_in(job: Job, layer: int) -> Iterator[None]:
+def late_in(job: Run, layer: int) -> Iterator[None]:
     """One rank finds, before anybody can have voted, that it waits no longer for the experts of a layer."""
     open_gate = Overlapped._open_gate
 
@@ -44,7 +46,7 @@ def late_in(job: Job, layer: int) -> Iterator[None]:
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     """One job through all of it; what was said."""
-    job, said = Job(rank, overlap=True, staging_bytes=40_000), {}
+    job, said = Run(rank, overlap=True, staging_bytes=40_000), {}
     balancer = job.balancer
     for _ in range(3):
         job.until(RebalanceCommitted)
@@ -68,8 +70,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until_sent()
     with balancer.quiesce():  # what is on its way is not committed inside
         epoch = balancer.placement.epoch
-        job.step()
-        job.step()
+        job.train(2)
         said["quiet"] = balancer.placement.epoch == epoch
     job.until(RebalanceCommitted)
 
@@ -92,9 +93,18 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     name = next(iter(balancer.layer_of_parameter))
     average = torch.zeros_like(job.model.get_parameter(name))
     balancer.register(name, "average", average)
-    job.until_sent()
+    while not any(flight.layer == 0 for flight in job.background._flights):
+        job.step()
+    average.data.add_(1.0)  # leaves no version
+    loss = job.forward()
+    job.backward(loss)
+    with balancer.quiesce():  # the forward has noticed it
+        epoch = balancer.placement.epoch
+        job.update()
+        said["still quiet"] = balancer.placement.epoch == epoch
+    job.losses.append(loss.item())
     while balancer.rebalancer._overlaps:
-        average.data.add_(1.0)  # leaves no version
+        average.data.add_(1.0)
         job.step()
     job.until(RebalanceCommitted)
     said["between steps"] = not job.background.in_flight
@@ -102,7 +112,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     return {**said, "same": job.equals(job.still())}
 
 
-def ended_by_an_evaluation(job: Job) -> bool:
+def ended_by_an_evaluation(job: Run) -> bool:
     """Whether an event tells of experts that moved in an evaluation, after which the migration was dropped."""
     balancer = job.balancer
     epoch = balancer.placement.epoch
@@ -126,12 +136,12 @@ def test_training_has_the_very_bits_of_training_without_whatever_happens_on_the_
         assert part in first[what] and "no memory" in first[what]
     assert "checksum" in first["flipped bit"]
     others = ("prompt", "quiet", "state", "told of what an evaluation committed", "decided now", "never paused", "lost")
-    assert all(first[what] for what in (*others, "between steps"))
+    assert all(first[what] for what in (*others, "still quiet", "between steps"))
 
 
 def with_copies(rank: int) -> None:
     """A job with copies until experts have moved twice beside training, and then one without."""
-    job = Job(rank, overlap=True, dtype=torch.float64, replica_slots=1)
+    job = Run(rank, overlap=True, dtype=torch.float64, implementation="eager", replica_slots=1)
     for _ in range(2):
         job.until(RebalanceCommitted)
     job.step()
@@ -147,38 +157,30 @@ def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
     run_ranks(2, with_copies)
 
 
-class Decaying(Job):
+class Decayed(support.job.Run):
     """A job whose user decays experts' weights between two steps, once the experts that leave are packed."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.changed, self.posted = threading.Condition(), 0
-        self.engine.probe = self.count_posted
-
-    def count_posted(self, phase: Phase, subject: Any) -> None:
-        if phase is Phase.POSTED:
-            with self.changed:
-                self.posted += 1
-                self.changed.notify()
+    background: Any = SimpleNamespace(_flights=())
 
     def step(self) -> None:
         super().step()
-        with self.changed:
-            flights = self.background._flights if self.background is not None else []
-            assert self.changed.wait_for(lambda: self.posted >= len(flights), timeout=30.0)
-            self.posted = 0
+        while any(flight.posted is None for flight in self.background._flights):
+            time.sleep(0.001)
         with torch.no_grad():
             for name in self.balancer.layer_of_parameter:
                 self.model.get_parameter(name).data.mul_(0.99)
+
+
+class Decaying(Decayed, Run):
+    """The same, with experts that leave."""
 
 
 def written_between_steps(rank: int) -> bool:
     """Ten steps and more: on a busy machine rounds are late, and experts move some steps later."""
     job = Decaying(rank, overlap=True)
     job.until(RebalanceCommitted)
-    for _ in range(max(2, 10 - job.steps)):
-        job.step()
-    return job.equals(job.still())
+    job.train(max(2, 10 - job.steps))
+    return job.equals(job.still(Decayed))
 
 
 @pytest.mark.long

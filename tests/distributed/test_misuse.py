@@ -16,7 +16,9 @@ import torch
 from moe_models import batch_of, make_model
 from ranks import run_ranks
 from support import training
+from support.job import Job, Run
 from support.seen import heard
+from support.shuffle import plan_shuffle
 from torch import nn
 
 import eplb_runtime as eplb
@@ -24,15 +26,9 @@ import eplb_runtime as eplb
 EXPERTS = 8
 
 
-def attached(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model = make_model("olmoe", experts=EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    settings = {"interval": 2, "lag": 1, "policy": "incremental" if options.get("moving") else "static", **options}
-    return model, optimizer, training.attach(model, optimizer, gate="always", **settings)
-
-
-def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
-    return [training.step(model, optimizer, batch_of(rank, step)) for step in range(steps)]
+def attached(rank: int, *, moving: bool = False, **settings: Any) -> Run:
+    planner = plan_shuffle if moving else None
+    return Run(rank, Job(planner=planner, settings={"interval": 2, "lag": 1, **settings})).attach()
 
 
 def refused(kind: type[Exception], words: str, work: Callable[[], object]) -> None:
@@ -48,16 +44,14 @@ def new_memory(model: nn.Module) -> None:
 
 def other_memory(rank: int) -> None:
     for change in (new_memory, nn.Module.bfloat16):
-        model, optimizer, balancer = attached(replica_slots=1)
-        train(rank, model, optimizer)
-        change(model)
-        refused(RuntimeError, "lie in other memory", partial(train, rank, model, optimizer))
-        balancer.close()
+        job = attached(rank, replica_slots=1).train(1)
+        change(job.model)
+        refused(RuntimeError, "lie in other memory", job.step)
+        job.balancer.close()
     # Without copies the Parameters alone count, wherever they lie.
-    plain, moved = attached(), attached()
-    first = train(rank, *plain[:2], 4)
-    new_memory(moved[0])
-    assert train(rank, *moved[:2], 4) == first
+    plain, moved = attached(rank), attached(rank)
+    new_memory(moved.model)
+    assert moved.train(4).losses == plain.train(4).losses
 
 
 def test_experts_that_got_other_memory_are_refused_where_copies_are_read_from_the_old() -> None:
@@ -65,7 +59,8 @@ def test_experts_that_got_other_memory_are_refused_where_copies_are_read_from_th
 
 
 def no_copies(rank: int) -> None:
-    model, optimizer, balancer = attached()
+    job = attached(rank)
+    model, balancer = job.model, job.balancer
     for work in (
         lambda: copy.deepcopy(model),
         lambda: torch.optim.swa_utils.AveragedModel(model),
@@ -73,7 +68,7 @@ def no_copies(rank: int) -> None:
         lambda: copy.deepcopy(model.model.layers[0].mlp.experts),
     ):
         refused(TypeError, "cannot be copied or pickled", work)
-    train(rank, model, optimizer)
+    job.step()
     rows = balancer.runtime.registry.parameters()[0]
     with balancer.loop.uninterrupted("a schedule"):
         gather = partial(balancer.gather_experts, 0, rows)
@@ -93,15 +88,15 @@ def test_a_model_cannot_be_copied_nor_experts_gathered_in_a_schedule_or_without_
 
 
 def inside_a_step(rank: int) -> None:
-    model, optimizer, balancer = attached(moving=True, interval=100)
-    model(input_ids=(ids := batch_of(rank, 1)), labels=ids).loss.backward()
+    job = attached(rank, moving=True, interval=100)
+    balancer = job.balancer
+    job.backward(job.forward())
     inside = "between a backward pass and the optimizer's step"
     refused(RuntimeError, inside, balancer.rebalance)
     refused(RuntimeError, inside, lambda: balancer.load_state_dict(balancer.state_dict()))
-    optimizer.step()
+    job.update()
     assert balancer.rebalance()
-    optimizer.zero_grad()
-    model(input_ids=ids, labels=ids)  # a forward alone, since the last decision: no mistake that a guard would find
+    job.forward()  # a forward alone, since the last decision: no mistake that a guard would find
     assert not balancer.rebalance() and balancer.placement.epoch == 1
     balancer.close()
 
@@ -122,24 +117,23 @@ def abandoned(rank: int) -> None:
     """A backward pass raises half way, on all ranks, and the loop goes on: the next gradients beside the right ones."""
     gradients = []
     for abandons in (False, True):
-        model, optimizer, balancer = attached(replica_slots=2, initial_placement=copied())
-        ids = batch_of(rank, 0)
+        job = attached(rank, replica_slots=2, initial_placement=copied())
         if abandons:
 
             def stop(gradient: torch.Tensor) -> None:
                 raise ValueError("out of memory, say")
 
-            handle = model.model.layers[0].mlp.register_forward_hook(
+            handle = job.model.model.layers[0].mlp.register_forward_hook(
                 lambda module, args, out: out.register_hook(stop) and None
             )
             with pytest.raises(ValueError):
-                model(input_ids=ids, labels=ids).loss.backward()
+                job.backward(job.forward())
             handle.remove()
-            optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        balancer.reduce_gradients()
-        gradients.append([p.grad.clone() for p in balancer.runtime.registry.parameters()])
-        balancer.close()
+            job.optimizer.zero_grad()
+        job.backward(job.forward())
+        job.balancer.reduce_gradients()
+        gradients.append([p.grad.clone() for p in job.balancer.runtime.registry.parameters()])
+        job.balancer.close()
     for one, other in zip(*gradients, strict=True):
         assert (one - other).abs().max() < 1e-6 * one.abs().max()
 
@@ -149,8 +143,8 @@ def test_a_backward_pass_that_broke_off_leaves_nothing_in_the_next_gradients() -
 
 
 def saved_by_the_library(rank: int, folder: Path) -> None:
-    model, optimizer, balancer = attached(moving=True, timeout_seconds=training.DEADLINE)
-    train(rank, model, optimizer, 5)
+    job = attached(rank, moving=True, timeout_seconds=training.DEADLINE).train(5)
+    model, balancer = job.model, job.balancer
     assert balancer.placement.epoch
     whole = eplb.logical_state_dict(model)
     if rank == 0:
@@ -171,16 +165,16 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks_and_waits_for_no_
 
 def in_bfloat16(rank: int, moving: bool) -> tuple[list[float], int]:
     """A float32 model that is trained where new tensors are bfloat16."""
-    model, optimizer, balancer = attached(moving=moving, interval=1, lag=0)
-    assert moving or balancer.rebalancer.decisions.process is None, "what never moves compiles nothing"
+    job = attached(rank, moving=moving, interval=1, lag=0)
+    assert moving or job.balancer.rebalancer.decisions.process is None, "what never moves compiles nothing"
     torch.set_default_dtype(torch.bfloat16)
     try:
-        losses = train(rank, model, optimizer, 4)
+        job.train(4)
     finally:
         torch.set_default_dtype(torch.float32)
-        balancer.close()
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    return losses, balancer.placement.epoch
+        job.balancer.close()
+    assert {parameter.dtype for parameter in job.model.parameters()} == {torch.float32}
+    return job.losses, job.balancer.placement.epoch
 
 
 def shared_by_two_layers(rank: int, moving: bool) -> tuple[list[float], int]:
@@ -190,7 +184,7 @@ def shared_by_two_layers(rank: int, moving: bool) -> tuple[list[float], int]:
     model = copy.deepcopy(plain)
     of_plain, optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (plain, model))
     balancer = training.attach(model, optimizer, moving=moving, interval=1, lag=0)
-    losses = train(rank, model, optimizer, 4)
+    losses = [training.step(model, optimizer, batch_of(rank, step)) for step in range(4)]
     for step in range(4):
         mine = [plain(input_ids=ids, labels=ids).loss for ids in (batch_of(0, step), batch_of(1, step))]
         (sum(mine) / 2).backward()

@@ -13,21 +13,19 @@ from moe_models import batch_of, make_model
 from optimizer_table import Outcome, optimizers_of, outcomes
 from ranks import run_ranks
 from support import training
+from support.job import Job, Run
 from support.seen import said_by
 from torch import nn
 
 import eplb_runtime as eplb
 
-EXPERTS = 16
-
 
 def clipped_where_one_rank_has_no_gradients(rank: int) -> None:
     """Each rank in turn: clipping returns the norm of all gradients."""
     for missing in range(2):
-        model = make_model("olmoe", experts=EXPERTS, top_k=4)
-        balancer = training.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ids = batch_of(rank, 0)
-        model(input_ids=ids, labels=ids).loss.backward()
+        job = Run(rank, Job(experts=16, top_k=4)).attach()
+        model, balancer = job.model, job.balancer
+        job.backward(job.forward())
         balancer.reduce_gradients()
         if rank == missing:
             model.get_parameter(next(iter(balancer.layer_of_parameter))).grad = None

@@ -9,12 +9,12 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
-from support import training
+from support.job import Job, Run
 
+import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted
 from eplb_runtime.load.series import read_series
 from eplb_runtime.observe.events_file import Record, read_events
@@ -28,21 +28,17 @@ EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
 
 def train(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
     """A job on changing batches, and what it did, looked at from inside."""
-    model = make_model("olmoe", experts=EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    balancer = training.attach(
-        model, optimizer, interval=INTERVAL, gate="always", run=run, listen=0, replica_slots=replica_slots
-    )
-    model.train()
+    settings = {"interval": INTERVAL, "lag": 1, "run": run, "listen": 0, "replica_slots": replica_slots}
+    job = Run(
+        rank, Job(planner=eplb.plan, settings=settings, batches=lambda rank, step: batch_of(rank, step // 4))
+    ).attach()
+    balancer, chosen, placements = job.balancer, [], []
     shown = balancer.shown
-    chosen, placements = [], []
-    for step in range(STEPS):
-        ids = batch_of(rank, step // 4)
-        model(input_ids=ids, labels=ids).loss.backward()
+    for _ in range(STEPS):
+        job.backward(job.forward())
         chosen.append(balancer.runtime.counter.counts.clone().numpy())
         placements.append(balancer.placement)
-        optimizer.step()
-        optimizer.zero_grad()
+        job.update()
     placements.append(balancer.placement)
     seen = None if shown is None else looked_at(shown)
     table = str(balancer)

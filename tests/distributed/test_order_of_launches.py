@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from beside import RANKS, Job
+from beside import RANKS, Run
 from ranks import run_ranks
 
 from eplb_runtime.distributed import process_groups
@@ -122,7 +122,7 @@ def begin_recording() -> None:
 
 
 @contextmanager
-def transfers_that_last(job: Job, said: dict[str, Any]) -> Iterator[None]:
+def transfers_that_last(job: Run, said: dict[str, Any]) -> Iterator[None]:
     """The first rounds of this rank are under way when the step after them has ended."""
     background, post_here = job.background, job.background._post_here
     said["waited"] = 0
@@ -145,7 +145,7 @@ def transfers_that_last(job: Job, said: dict[str, Any]) -> Iterator[None]:
 def jobs(rank: int) -> dict[str, Any]:
     begin_recording()
     said: dict[str, Any] = {}
-    job = Job(rank, overlap=True, staging_bytes=STAGING_BYTES)
+    job = Run(rank, overlap=True, staging_bytes=STAGING_BYTES)
     launches.clear()
     with transfers_that_last(job, said):
         for _ in range(2):

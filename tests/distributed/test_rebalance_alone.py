@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
-from support import training
+from support.job import Job, Run
 from support.seen import heard, said_by, same
 from support.shuffle import plan_by, wait_until_compiled
 from test_rollout_phases import Phases
@@ -29,17 +29,12 @@ STEPS = (1, 3, 2, 2)
 """Training steps of each round."""
 
 
-class Loop:
+class Loop(Run):
     """A rollout declares what its tokens chose, experts move, and some steps train; again."""
 
     def __init__(self, rank: int, first_batch: int = 0, **settings: Any) -> None:
-        self.rank, self.batches = rank, first_batch
-        self.model = make_model("olmoe", experts=EXPERTS, layers=LAYERS)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.balancer = training.attach(self.model, self.optimizer, **{"interval": None, "gate": "always", **settings})
-        self.history = self.balancer.rebalancer.decisions.history
-        self.model.train()
-        self.losses: list[float] = []
+        super().__init__(rank, Job(planner=eplb.plan, settings={"interval": None, "lag": 1, **settings}))
+        self.history, self.steps = self.attach().balancer.rebalancer.decisions.history, first_batch
 
     def replayed(self, number: int) -> list[torch.Tensor]:
         """For two micro-batches int64 ``[N, L, K]``: most tokens choose experts of one rank; the last are padding."""
@@ -59,11 +54,6 @@ class Loop:
             self.balancer.declare(self.replayed(number))
             self.balancer.rebalance()
         self.train(STEPS[number])
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.losses.append(training.step(self.model, self.optimizer, batch_of(self.rank, self.batches)))
-            self.batches += 1
 
     def seen(self) -> dict[str, Any]:
         of_type = self.balancer.events.of_type
@@ -117,7 +107,7 @@ def save_and_resume(rank: int) -> dict[str, Any]:
             whole.train(2 if settings else 0)
             saved = json.loads(json.dumps(whole.balancer.state_dict()))
             tensors = eplb.logical_state_dict(whole.model, whole.optimizer)
-            resumed = Loop(rank, whole.batches, **settings)
+            resumed = Loop(rank, whole.steps, **settings)
             resumed.balancer.load_state_dict(saved)
             eplb.load_logical_state_dict(resumed.model, resumed.optimizer, tensors)
             for loop in (whole, resumed):

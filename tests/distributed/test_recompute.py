@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
 from ranks import run_ranks
-from support import training
-from support.seen import digests
-from support.shuffle import wait_until_compiled
+from support.job import Job, Run, changing
 from support.training import undone
-from torch.utils.checkpoint import checkpoint
 
 import eplb_runtime as eplb
 from eplb_runtime.load.counter import in_recompute
@@ -47,73 +43,46 @@ def route_otherwise_in_recompute() -> None:
     ExpertParallelLayer.__call__ = fickle
 
 
-@dataclass(frozen=True)
-class Job:
-    """``kind``: how forwards are repeated; ``at_once``: batches whose losses are added up before one backward."""
-
-    kind: str = "no"
-    at_once: int = 1
-    replica_slots: int = 0
-    damage: Callable[[], None] = nothing
-
-
-def train(rank: int, job: Job) -> dict:
-    model = make_model("olmoe", experts=8, layers=LAYERS)
-    if job.kind in ("each layer", "nested", "each layer, reentrant"):
-        model.gradient_checkpointing_enable({"use_reentrant": job.kind == "each layer, reentrant"})
-    if job.kind == "each layer, reentrant":
-        model.enable_input_require_grads()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    balancer = training.attach(model, optimizer, interval=1, gate="always", lag=0, replica_slots=job.replica_slots)
-    wait_until_compiled(balancer)
-    model.train()
-    calls, call = [], dist.all_to_all_single
+def train(rank: int, job: Job, damage: Callable[[], None] = nothing) -> dict[str, Any]:
+    run, calls, counts, call = Run(rank, job).attach(), [], [], dist.all_to_all_single
 
     def recorded(*args: object, **options: object) -> object:
         calls.append(1)
         return call(*args, **options)
 
-    def loss_of(ids: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=ids, labels=ids).loss
-
-    losses, counts = [], []
     with undone(dist, RecomputeCache, ExpertParallelLayer):
-        job.damage()
+        damage()
         dist.all_to_all_single = recorded
-        for step in range(3):
-            whole = 0.0
-            for part in range(job.at_once):
-                ids = batch_of(rank, job.at_once * step + part) % 12
-                nested = job.kind in ("whole model", "nested")
-                whole = whole + (checkpoint(loss_of, ids, use_reentrant=False) if nested else loss_of(ids))
+        for _ in range(job.steps):
+            loss = run.forward()
             counts.append(len(calls))
-            whole.backward()
+            run.backward(loss)
             counts.append(len(calls))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(whole.item())
-    bits = {"losses": losses, **digests(eplb.logical_state_dict(model, optimizer))}
-    copies = int((balancer.placement.copy_count > 1).sum())
-    balancer.close()
-    return {"bits": bits, "copies": copies, "forward": counts[0], "backward": counts[1] - counts[0]}
+            run.update()
+            run.losses.append(loss.item())
+    copies = int((run.balancer.placement.copy_count > 1).sum())
+    return {"bits": run.end().bits, "copies": copies, "forward": counts[0], "backward": counts[1] - counts[0]}
 
 
+job = partial(Job, layers=LAYERS, planner=eplb.plan, batches=changing)
+COPIES = {"replica_slots": 1}
 JOBS = {
-    "plain": Job(),
-    "each layer": Job("each layer"),
-    "whole model": Job("whole model"),
-    "nested": Job("nested"),
-    "reentrant": Job("each layer, reentrant"),
-    "two at once": Job(at_once=2),
-    "two at once, each layer": Job("each layer", at_once=2),
-    "copies": Job(replica_slots=1),
-    "copies, each layer": Job("each layer", replica_slots=1),
-    "copies, worked out anew": Job("each layer", replica_slots=1, damage=work_everything_out_anew),
+    "plain": job(),
+    "each layer": job(recompute="layers"),
+    "whole model": job(recompute="model"),
+    "nested": job(recompute="nested"),
+    "reentrant": job(recompute="reentrant"),
+    "two at once": job(at_once=2),
+    "two at once, each layer": job(recompute="layers", at_once=2),
+    "copies": job(settings=COPIES),
+    "copies, each layer": job(recompute="layers", settings=COPIES),
+    "copies, worked out anew": job(recompute="layers", settings=COPIES),
 }
 
 
 def train_all(rank: int) -> dict[str, dict]:
-    return {name: train(rank, job) for name, job in JOBS.items()}
+    damage = {"copies, worked out anew": work_everything_out_anew}
+    return {name: train(rank, job, damage.get(name, nothing)) for name, job in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -143,4 +112,4 @@ def test_no_bit_changes_and_copies_are_split_as_they_were(trained: list[dict[str
 
 def test_a_router_that_does_not_repeat_itself_is_an_error() -> None:
     with pytest.raises(AssertionError, match="RecomputeError: activation recompute chose other experts"):
-        run_ranks(2, train, Job("each layer", damage=route_otherwise_in_recompute))
+        run_ranks(2, train, JOBS["each layer"], route_otherwise_in_recompute)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import Job
+from beside import Run
 from moe_models import batch_of
 from ranks import run_ranks
 
@@ -22,7 +22,7 @@ from eplb_runtime.events import BalancingPaused, RebalanceCommitted
 pytestmark = pytest.mark.long
 
 
-def until_here(job: Job) -> None:
+def until_here(job: Run) -> None:
     """Train until experts of some layers have arrived, and let their forwards wait for the vote."""
     job.until(RebalanceCommitted)
     job.until_sent()
@@ -33,7 +33,7 @@ def until_here(job: Job) -> None:
 
 
 def replaced(rank: int) -> tuple[bool, bool]:
-    job = Job(rank, overlap=True)
+    job = Run(rank, overlap=True)
     until_here(job)
     job.optimizer.load_state_dict(deepcopy(job.optimizer.state_dict()))  # other tensors, with the same numbers
     job.until(RebalanceCommitted)
@@ -55,7 +55,7 @@ class MakesItsStateAnew(torch.optim.AdamW):
 
 
 def made_anew(rank: int) -> tuple[int, bool]:
-    job = Job(rank, overlap=True, optimizer=MakesItsStateAnew)
+    job = Run(rank, overlap=True, optimizer=MakesItsStateAnew)
     for _ in range(2):
         job.until(RebalanceCommitted)
     return len(job.causes()), job.equals(job.still())
@@ -71,7 +71,7 @@ class TooMuch(Exception):
 
 def broken_off(rank: int) -> bool:
     """A forward ends before it came to a layer whose experts are here; then somebody writes them."""
-    job = Job(rank, overlap=True)
+    job = Run(rank, overlap=True)
     until_here(job)
     layer, still = job.background._flights[-1].layer, job.still()
 
@@ -86,8 +86,7 @@ def broken_off(rank: int) -> bool:
         with torch.no_grad():
             for name in each.balancer.layer_of_parameter:
                 each.model.get_parameter(name).mul_(0.97)
-        each.step()
-        each.step()
+        each.train(2)
     return job.equals(still)
 
 
@@ -98,7 +97,7 @@ def test_experts_that_are_written_after_a_forward_which_broke_off() -> None:
 def forked(rank: int) -> tuple[int, int]:
     """The exit status of a child that ends as a script's helper which calls sys.exit(), and how often its parent lost
     connections."""
-    job = Job(rank, overlap=True, timeout_seconds=5.0)
+    job = Run(rank, overlap=True, timeout_seconds=5.0)
     job.until(RebalanceCommitted)
     job.until_sent()
     child = os.fork()
@@ -121,7 +120,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone() -> None:
 def closed_by_a_handler(rank: int) -> bool:
     """SIGTERM comes while a forward waits for its experts; the handler closes the balancer, as a scheduler's notice is
     often answered."""
-    job = Job(rank, overlap=True, timeout_seconds=5.0)
+    job = Run(rank, overlap=True, timeout_seconds=5.0)
     job.until(RebalanceCommitted)
     signal.signal(signal.SIGTERM, lambda *_: job.balancer.close())
     resolve = job.background._resolve

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 from moe_models import VOCABULARY, make_model
 from ranks import run_ranks
 from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
+from support.training import config_from_settings
 from torch import Tensor
 from torch.utils.data import Dataset
 

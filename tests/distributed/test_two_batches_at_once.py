@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
-from support import training
+from support.job import Job, Run, moved
 from support.seen import differing, said_by
-from support.shuffle import wait_until_compiled
-from torch import Tensor, nn
-
-import eplb_runtime as eplb
+from torch import Tensor
 
 
-def attached(replica_slots: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model = make_model("qwen3_moe", experts=8, layers=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    balancer = training.attach(model, optimizer, interval=1, replica_slots=replica_slots, lag=0, moving=True)
-    wait_until_compiled(balancer)
-    return model, optimizer, balancer
+def attached(rank: int, replica_slots: int = 0, recompute: str = "") -> Run:
+    settings = {"replica_slots": replica_slots}
+    return Run(rank, moved(Job("qwen3_moe", recompute=recompute, settings=settings))).attach()
 
 
 def in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
@@ -32,7 +26,8 @@ def in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, A
 
 def train_and_evaluate(rank: int, at_once: bool, replica_slots: int) -> dict[str, Any]:
     """What is seen in each step, with a moved placement, and the state afterwards."""
-    model, optimizer, balancer = attached(replica_slots)
+    job = attached(rank, replica_slots)
+    model, balancer = job.model, job.balancer
     both = balancer.at_once if at_once else in_turn
     seen: dict[str, Any] = {}
     for step in range(2):
@@ -50,8 +45,7 @@ def train_and_evaluate(rank: int, at_once: bool, replica_slots: int) -> dict[str
         seen |= {f"loss {step} {half}": loss.item() for half, loss in enumerate(losses)}
         seen[f"counts {step}"] = balancer.runtime.counter.counts.clone()
         assert seen[f"counts {step}"].sum() == 2 * 2 * (2 * 12 + 2 * 9)
-        optimizer.step()
-        optimizer.zero_grad()
+        job.update()
         model.eval()
         options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
 
@@ -62,9 +56,7 @@ def train_and_evaluate(rank: int, at_once: bool, replica_slots: int) -> dict[str
             found = both(lambda of=of_half: of(0), lambda of=of_half: of(1))
         seen |= {f"{step} {half} {what}": one for half in (0, 1) for what, one in enumerate(found[half])}
     assert balancer.placement.epoch == 2
-    seen |= eplb.logical_state_dict(model, optimizer)
-    balancer.close()
-    return seen
+    return seen | job.end().state
 
 
 def both_ways(rank: int, replica_slots: int) -> list[str]:
@@ -78,7 +70,8 @@ def test_two_batches_at_once_change_no_bit(replica_slots: int) -> None:
 
 def under_way(rank: int) -> None:
     """Both wait for each other in the middle of a forward."""
-    model, _, balancer = attached()
+    job = attached(rank)
+    model, balancer = job.model, job.balancer
     barrier = threading.Barrier(2, timeout=60)
 
     def meet(*_: Any) -> None:
@@ -104,10 +97,8 @@ def test_both_are_under_way_at_once_and_a_third_is_refused() -> None:
 
 def backward_inside(rank: int, recompute: str) -> None:
     """Each half or both; losses afterwards are those that each has by itself."""
-    model, _, balancer = attached()
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-    model.train()
+    job = attached(rank, recompute=recompute)
+    model, balancer = job.model, job.balancer
     halves = [batch_of(rank, 0, seed=seed) for seed in (1, 2)]
 
     def loss_of(half: int) -> Tensor:
@@ -129,6 +120,6 @@ def backward_inside(rank: int, recompute: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recompute", ["", "reentrant", "layers"])
 def test_a_backward_pass_inside_is_refused_and_training_goes_on(recompute: str) -> None:
     run_ranks(2, backward_inside, recompute)

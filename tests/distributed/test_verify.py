@@ -25,10 +25,6 @@ from eplb_runtime.tools.verification import Report
 KEPT: dict[str, torch.Tensor] = {}
 
 
-def nothing() -> None:
-    pass
-
-
 def forget_second_moment() -> None:
     """An optimizer-state tensor that does not move; the record has it all the same."""
     whole = ExpertTensors.of_home
@@ -79,7 +75,7 @@ def write_on_one_rank_in_step_4() -> None:
 
 def asked(
     rank: int,
-    damage: Callable[[], None] = nothing,
+    damage: Callable[[], object] = list,
     steps: int = 3,
     replica_slots: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -165,6 +161,10 @@ def test_what_is_wrong_is_named(reports: dict[str, Report]) -> None:
     assert report.single is not None and report.single.equal is False and report.single.step == 1
     report = reports["written on one rank"]
     assert report.verdict == "wrong" and report.moved and "on rank 1 differ from rank 0's" in report.reason
+    given = torch.randn(2, trial.SKETCHES, generator=torch.Generator().manual_seed(0))
+    for shares, times in (((2.0, 2.0), 2), ((1.0, 0.0), float("inf")), ((0.9, 0.1), float("inf"))):
+        seen = torch.tensor(shares) @ given
+        assert trial._multiple([(one.tolist(), seen.tolist()) for one in given]) == pytest.approx(times)
 
 
 def test_what_shows_nothing_is_unknown(reports: dict[str, Report]) -> None:

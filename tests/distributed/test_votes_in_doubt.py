@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import INTERVAL, RANKS, Job, at
+from beside import INTERVAL, RANKS, Run, at
 from ranks import run_ranks
 from support.seen import said_by, same
 from support.shuffle import plan_by, plan_shuffle
@@ -48,7 +48,7 @@ def once(do: Callable[[], None]) -> Callable[[Any], None]:
 
 
 @contextmanager
-def silent_store(job: Job, until_unanswered: int) -> Iterator[list[str]]:
+def silent_store(job: Run, until_unanswered: int) -> Iterator[list[str]]:
     """Inside, the launcher's store hears nothing on this rank, until it was asked in vain a few times. What it was."""
     asked, answers, ask = [], threading.Event(), JobStore._ask
     store = job.balancer.runtime.groups.store
@@ -71,7 +71,7 @@ def silent_store(job: Job, until_unanswered: int) -> Iterator[list[str]]:
         JobStore._ask = ask
 
 
-def silent_while_voting(job: Job, victims: tuple[int, ...], count_is_lost: bool) -> bool:
+def silent_while_voting(job: Run, victims: tuple[int, ...], count_is_lost: bool) -> bool:
     """The stores of ranks fall silent as they are about to vote; their counts may get lost, too. Whether this one's was
     asked in vain and asked again."""
     with ExitStack() as stack:
@@ -83,8 +83,7 @@ def silent_while_voting(job: Job, victims: tuple[int, ...], count_is_lost: bool)
                 lose_one_count()
 
         with at(job, job.rank if job.rank in victims else -1, Phase.VERIFIED, once(fall_silent)):
-            for _ in range(8):
-                job.step()
+            job.train(8)
     job.until_committed_anew()
     return bool(unanswered) and len(unanswered[0]) >= 2
 
@@ -101,7 +100,7 @@ def lose_one_count() -> None:
     Agreement.gather = lost
 
 
-def interrupted(job: Job) -> bool:
+def interrupted(job: Run) -> bool:
     """Ctrl-C on every rank, between the outcome of a round and its commit; the loop catches it, looks at what it has,
     and repeats the step. Whether what it saw was whole."""
     commit, broke_off = Overlapped._commit, []
@@ -123,7 +122,7 @@ def interrupted(job: Job) -> bool:
     return whole
 
 
-def transport_fails_ahead_of_load_state_dict(job: Job) -> str:
+def transport_fails_ahead_of_load_state_dict(job: Run) -> str:
     """On one rank what is in flight fails, and it says so to nobody; then all compare something. What that came to."""
     state, failed = job.balancer.state_dict(), threading.Event()
 
@@ -143,7 +142,7 @@ def transport_fails_ahead_of_load_state_dict(job: Job) -> str:
 
 
 def in_doubt(rank: int) -> dict[str, Any]:
-    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS)
+    job = Run(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS)
     job.until(RebalanceCommitted)
     said: dict[str, Any] = {"unanswered": silent_while_voting(job, (1,), count_is_lost=False)}
     said["whole"] = interrupted(job)
@@ -165,7 +164,7 @@ def test_ranks_in_doubt_ranks_interrupted_and_calls_that_meet_what_is_in_flight(
 def group_in_doubt(rank: int) -> dict[str, Any]:
     """EP 2 x EDP 2: a whole EP group falls silent and does not hear the count; the other group hears all."""
     group = [dist.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
-    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS, ep_group=group)
+    job = Run(rank, overlap=True, staging_bytes=40_000, timeout_seconds=SECONDS, ep_group=group)
     job.until(RebalanceCommitted)
     said = {
         "unanswered": silent_while_voting(job, (0, 1), count_is_lost=True),
@@ -186,7 +185,7 @@ def test_an_ep_group_all_in_doubt_beside_another_that_is_not_asks_until_it_hears
 
 def copies_not_refreshed(rank: int) -> str:
     """What training says where copies cannot be refreshed after a commit beside it, as when a rank has died."""
-    job = Job(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
+    job = Run(rank, overlap=True, staging_bytes=40_000, replica_slots=1)
     plan_by(job.balancer, plan_shuffle)
     replicas = job.balancer.runtime.maps.replicas
     refresh = replicas.refresh
@@ -218,13 +217,13 @@ def stand_still(seconds: float) -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
-def came_to_nothing(job: Job) -> int:
+def came_to_nothing(job: Run) -> int:
     """Rebalances and rounds, so far."""
     return len(job.causes()) + len(job.balancer.events.of_type(BalancingPaused)) + job.background.late_rounds
 
 
 def stopped_at_each_point(rank: int) -> dict[str, Any]:
-    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
+    job = Run(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
     said: dict[str, Any] = {"noticed": []}
     for phase, seconds in ((Phase.STAGED, SHORTER), (Phase.VERIFIED, LONGER), (Phase.PREPARED, LONGER)):
         job.until_committed_anew()
@@ -235,8 +234,7 @@ def stopped_at_each_point(rank: int) -> dict[str, Any]:
             stand_still(seconds)
 
         with at(job, STOPPED, phase, once(stop)):
-            for _ in range(8):
-                job.step()
+            job.train(8)
         assert rank != STOPPED or reached.is_set(), f"never came to {phase}"
         said["noticed"].append(came_to_nothing(job) - before)
     job.until_committed_anew()
@@ -254,7 +252,7 @@ def test_a_rank_that_stands_still_shorter_or_longer_than_the_deadline() -> None:
 
 def killed(rank: int, phase: Phase) -> dict[str, Any]:
     """One rank is killed at a point of the protocol; a job without migrations, a step ahead, says what is right."""
-    job = Job(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
+    job = Run(rank, overlap=True, staging_bytes=40_000, timeout_seconds=DEADLINE)
     job.until(RebalanceCommitted)
     still, states, epoch = job.still(), {}, job.balancer.placement.epoch
     said = {"error": ""}
@@ -275,7 +273,7 @@ def killed(rank: int, phase: Phase) -> dict[str, Any]:
     return {**said, "control": whole(job, right)}
 
 
-def rows_of(job: Job, right: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def rows_of(job: Run, right: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's live rows of weights and optimizer state, each tensor with the rows that it should hold."""
     homes_LRH = torch.from_numpy(job.balancer.placement.homes_LRH.copy())
     for name, layer in job.balancer.layer_of_parameter.items():
@@ -285,7 +283,7 @@ def rows_of(job: Job, right: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Te
             yield job.optimizer.state[parameter][key], right[f"optimizer.{name}.{key}"][homes_H]
 
 
-def whole(job: Job, right: dict[str, torch.Tensor]) -> bool:
+def whole(job: Run, right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(rows, wanted) for rows, wanted in rows_of(job, right))
 
 

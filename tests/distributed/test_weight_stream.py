@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from live_memory import LiveMemory
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
 from support import training
+from support.job import Job, Run
 from support.seen import differing, heard, said_by
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -48,16 +49,9 @@ def shuffled(like: eplb.Placement) -> eplb.Placement:
     return eplb.Placement(slots.reshape(layers, -1), EXPERTS, RANKS, home)
 
 
-def attached(family: str, replica_slots: int) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model = make_model(family, experts=EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return (model, optimizer, training.attach(model, optimizer, interval=None, replica_slots=replica_slots))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    model.train()
-    batch = batch_of(dist.get_rank(), step)
-    training.step(model, optimizer, batch)
+def started(family: str = "qwen3_moe", replica_slots: int = 0) -> Run:
+    settings = {"interval": None, "lag": 1, "replica_slots": replica_slots}
+    return Run(dist.get_rank(), Job(family, experts=EXPERTS, planner=eplb.plan, settings=settings)).attach().train(1)
 
 
 def move(balancer: eplb.Balancer) -> None:
@@ -102,8 +96,8 @@ def in_order(model: nn.Module, balancer: eplb.Balancer) -> Named:
 def exported(rank: int, family: str, replica_slots: int) -> None:
     """The folder of the whole model, before and after a move. The control: a walk by local index is right before it,
     and wrong after."""
-    model, optimizer, balancer = attached(family, replica_slots)
-    train(model, optimizer, 0)
+    job = started(family, replica_slots)
+    model, balancer = job.model, job.balancer
     static = taken(balancer.named_logical_tensors(bucket_bytes=BUCKET))
     assert differing(static, in_order(model, balancer)) == [] == differing(static, by_local_index(model, balancer))
     move(balancer)
@@ -119,7 +113,7 @@ def exported(rank: int, family: str, replica_slots: int) -> None:
     cast = taken(balancer.named_logical_tensors(bucket_bytes=BUCKET, dtype=torch.bfloat16))
     assert differing(cast, {name: tensor.to(torch.bfloat16) for name, tensor in moved.items()}) == []
     verified(balancer, moved, walked, cast, next(name for name, (_, expert) in experts.items() if expert in (3, None)))
-    in_logical_order(model, optimizer, balancer)
+    in_logical_order(job)
     balancer.close()
     assert "after close()" in said_by(lambda: balancer.named_logical_tensors())
 
@@ -165,8 +159,9 @@ def verified(balancer: eplb.Balancer, moved: Named, walked: Named, cast: Named, 
     assert all_equal in balancer.verify_export(cast, dtype=torch.bfloat16)
 
 
-def in_logical_order(model: nn.Module, optimizer: torch.optim.Optimizer, balancer: eplb.Balancer) -> None:
-    rank, placement, state = dist.get_rank(), balancer.placement, eplb.logical_state_dict(model, optimizer)
+def in_logical_order(job: Run) -> None:
+    model, balancer = job.model, job.balancer
+    rank, placement, state = job.rank, balancer.placement, job.state()
 
     def is_back() -> bool:
         return np.array_equal(balancer.placement.physical_to_logical, placement.physical_to_logical)
@@ -190,7 +185,7 @@ def in_logical_order(model: nn.Module, optimizer: torch.optim.Optimizer, balance
     with suppress(KeyError), balancer.logical_order():
         if rank == 1:
             raise KeyError("the body")
-    assert is_back() and differing(state, eplb.logical_state_dict(model, optimizer)) == []
+    assert is_back() and differing(state, job.state()) == []
     model.eval()
     with torch.no_grad():  # replicas are refreshed, or this forward would be refused
         assert model(input_ids=batch_of(rank, 5)).logits.isfinite().all()
@@ -199,15 +194,14 @@ def in_logical_order(model: nn.Module, optimizer: torch.optim.Optimizer, balance
 # -- consumers ---------------------------------------------------------------------------------------------------------
 
 
-def moved_job() -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model, optimizer, balancer = attached("qwen3_moe", 0)
-    train(model, optimizer, 0)
-    move(balancer)
-    return model, optimizer, balancer
+def moved_job() -> Run:
+    job = started()
+    move(job.balancer)
+    return job
 
 
 def memory(rank: int) -> None:
-    _, _, balancer = moved_job()
+    balancer = moved_job().balancer
     gc.collect()
     largest, whole = 0, 0
     with LiveMemory() as live:
@@ -226,7 +220,7 @@ def test_a_rank_holds_a_bucket_and_its_consumer_one_tensor() -> None:
 
 def stops(rank: int) -> None:
     """Whatever a consumer does, the next stream is whole."""
-    _, _, balancer = moved_job()
+    balancer = moved_job().balancer
 
     def stream() -> Any:
         return balancer.named_logical_tensors(bucket_bytes=BUCKET)
@@ -301,7 +295,8 @@ def test_a_consumer_that_stops_or_fails_ends_the_stream_on_all_ranks() -> None:
 def late(rank: int) -> None:
     """Rank 1 raises, and its exception holds on to the stream, so nobody closes it: the others wait no longer than was
     said, and all find together again."""
-    model, optimizer, balancer = moved_job()
+    job = moved_job()
+    balancer = job.balancer
 
     def work() -> None:
         tensors = balancer.named_logical_tensors(bucket_bytes=BUCKET, timeout_seconds=training.DEADLINE)
@@ -316,13 +311,13 @@ def late(rank: int) -> None:
     dist.barrier()  # the others are through before this rank lets go
     del held
     for step in range(1, 200):
-        train(model, optimizer, step)
+        job.step()
         apart = torch.tensor([float(balancer.rebalancer.control.reconnection.under_way)])
         dist.all_reduce(apart)
         if step > 1 and not apart.item():
             break
     assert not apart.item()
-    assert differing(taken(balancer.named_logical_tensors()), in_order(model, balancer)) == []
+    assert differing(taken(balancer.named_logical_tensors()), in_order(job.model, balancer)) == []
     balancer.close()
 
 

@@ -7,62 +7,46 @@ from collections.abc import Callable
 from copy import deepcopy
 
 import torch
-from moe_models import batch_of, make_model
+from moe_models import batch_of
 from ranks import run_ranks
-from support import training
+from support.job import Job, Run
 from support.seen import digests, heard, said_by
 from test_rollout_phases import attached, step
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
 
-EXPERTS = 8
 
-
-class Job:
+class Hung(Run):
     """A model in training, attached or not."""
 
-    def __init__(self, rank: int, slots: int = 0) -> None:
-        self.rank, self.slots = rank, slots
-        self.model = make_model("olmoe", experts=EXPERTS)
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, Job(planner=eplb.plan, settings={"interval": 1000, "lag": 1}))
         self.experts = self.model.model.layers[1].mlp.experts
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
-    def attach(self) -> None:
-        self.balancer = training.attach(
-            self.model, self.optimizer, replica_slots=self.slots, interval=1000, gate="always"
-        )
-        self.model.train()
-
-    def backward(self, step: int) -> None:
-        ids = batch_of(self.rank, step)
-        self.model(input_ids=ids, labels=ids).loss.backward()
-
-    def step(self, step: int) -> None:
-        self.backward(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def backward_of(self, number: int) -> None:
+        self.steps = number
+        self.backward(self.forward())
 
 
 def halve(gradient: Tensor) -> Tensor:
     return gradient / 2
 
 
-def hooked_with_copies(job: Job) -> None:
-    job.slots = 1
-    job.attach()
+def hooked_with_copies(job: Hung) -> None:
+    job.attach(replica_slots=1)
     job.experts.down_proj.register_hook(halve)
-    job.step(0)
+    job.step()
 
 
-def tied(job: Job) -> None:
+def tied(job: Hung) -> None:
     job.experts.down_proj = job.model.model.layers[0].mlp.experts.down_proj
     job.attach()
 
 
-def state_of_before_a_migration(job: Job) -> None:
+def state_of_before_a_migration(job: Hung) -> None:
     job.attach()
-    job.step(0)
+    job.step()
     before = deepcopy(job.optimizer.state_dict())
     # All heavy experts are at home on one rank: some must move.
     job.balancer.declare([[100.0] * 4 + [1.0] * 4] * 2)
@@ -70,7 +54,7 @@ def state_of_before_a_migration(job: Job) -> None:
     job.optimizer.load_state_dict(before)
 
 
-def gradient_penalty(job: Job) -> None:
+def gradient_penalty(job: Hung) -> None:
     job.attach()
     ids = batch_of(job.rank, 0)
     embedded = job.model.get_input_embeddings()(ids)
@@ -79,28 +63,28 @@ def gradient_penalty(job: Job) -> None:
     (loss + gradient.square().sum()).backward()
 
 
-def step_in_backward(job: Job) -> None:
+def step_in_backward(job: Hung) -> None:
     job.attach()
     job.experts.down_proj.register_post_accumulate_grad_hook(lambda _: job.optimizer.step())
-    job.backward(0)
+    job.backward_of(0)
 
 
-def registered_after_ddp(job: Job) -> None:
+def registered_after_ddp(job: Hung) -> None:
     job.attach()
     average = {name: job.model.get_parameter(name).detach().clone() for name in job.balancer.layer_of_parameter}
     job.model.register_buffer("average", average[next(iter(average))])
     wrapped = nn.parallel.DistributedDataParallel(job.model)
     job.balancer.register_all("average", average)
     wrapped(batch_of(job.rank, 0))
-    job.step(0)
+    job.step()
 
 
-REFUSED: dict[str, tuple[Callable[[Job], object], str]] = {
+REFUSED: dict[str, tuple[Callable[[Hung], object], str]] = {
     "hook": (
         lambda job: (job.experts.down_proj.register_hook(halve), job.attach()),
         "layers.1.mlp.experts.down_proj has gradient hooks, and attach puts",
     ),
-    "gradients": (lambda job: (job.backward(0), job.attach()), "has a gradient from a backward pass before attach"),
+    "gradients": (lambda job: (job.backward_of(0), job.attach()), "has a gradient from a backward pass before attach"),
     "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
     "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
@@ -112,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[Job], object], str]] = {
 
 def all_refused(rank: int) -> None:
     for name, (case, words) in REFUSED.items():
-        said = said_by(lambda case=case: case(Job(rank)))
+        said = said_by(lambda case=case: case(Hung(rank)))
         assert words in said and "\n" not in said, (name, said)
 
 
@@ -122,40 +106,41 @@ def test_what_would_be_lost_is_refused_in_one_line() -> None:
 
 def hooks_and_state(rank: int) -> None:
     """A hook where there are no copies changes gradients, attributes stay, and a state goes back where it fits."""
-    plain, hooked = Job(rank), Job(rank)
+    plain, hooked = Hung(rank), Hung(rank)
     hooked.experts.down_proj.no_weight_decay = True
     for job in (plain, hooked):
         job.rank = 0  # whole models learn the same on every rank
-        job.step(0)
+        job.step()
         job.rank = rank
-        job.backward(1)
+        job.backward_of(1)
         job.optimizer.zero_grad(set_to_none=False)
         job.attach()
     assert hooked.experts.down_proj.no_weight_decay
     hooked.experts.down_proj.register_hook(halve)
     for job in (plain, hooked):
-        job.backward(1)
+        job.backward_of(1)
     whole, half = plain.experts.down_proj.grad, hooked.experts.down_proj.grad
     assert whole.any() and torch.equal(whole / 2, half)
     plain.optimizer.step()
     state = deepcopy(plain.optimizer.state_dict())
     weights = [parameter.detach().clone() for parameter in plain.model.parameters()]
     plain.optimizer.zero_grad()
-    plain.step(2)
+    plain.step()
     first = plain.experts.down_proj.clone()
     plain.optimizer.load_state_dict(state)
     with torch.no_grad():
         for parameter, before in zip(plain.model.parameters(), weights, strict=True):
             parameter.copy_(before)
-    plain.step(2)
+    plain.steps -= 1
+    plain.step()
     assert torch.equal(first, plain.experts.down_proj)
 
 
 def right_use(rank: int) -> None:
     hooks_and_state(rank)
-    job = Job(rank)
+    job = Hung(rank)
     job.attach()
-    job.step(0)
+    job.step()
     own = {name: job.model.get_parameter(name).detach() for name in job.balancer.layer_of_parameter}
     buffers = {name: weights.clone() for name, weights in own.items()}
     for number, buffer in enumerate(buffers.values()):

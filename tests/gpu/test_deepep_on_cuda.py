@@ -13,10 +13,10 @@ from transport_contract import random_bytes, soon
 from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep
 from eplb_runtime.distributed.transports.base import Message
-from eplb_runtime.moe.dispatch import choosing, wire_format
+from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
-from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
+from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, pack, unpack
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
 
 pytestmark = [
@@ -50,8 +50,8 @@ def step(
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype)
     if in_float8 == "before":
-        rows = wire_format.pack(hidden, None, 1, in_float8=True)
-        hidden = wire_format.unpack(rows, torch.arange(tokens, device=device), WIDTH)
+        rows = pack(hidden, None, 1, in_float8=True)
+        hidden = unpack(rows, torch.arange(tokens, device=device), WIDTH)
     hidden.requires_grad_()
     slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device).requires_grad_()

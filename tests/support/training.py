@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from flat_settings import config_from_settings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import eplb_runtime as eplb
+from eplb_runtime.config import BalancerConfig, DispatchConfig, MigrationConfig
 
 from .shuffle import plan_by, plan_shuffle
 
 DEADLINE = 8.0
 """Seconds for which ranks wait for one that does not come: on a busy machine who comes may be late by some."""
+OF_DISPATCH = {"dispatch": "name", "dispatch_dtype": "dtype", "dispatch_sms": "sms"} | {
+    own.name: own.name for own in fields(DispatchConfig) if own.name not in ("name", "dtype", "sms")
+}
+OF_MIGRATION = [own.name for own in fields(MigrationConfig)]
+
+
+def config_from_settings(settings: Mapping[str, Any]) -> BalancerConfig:
+    """The config of all settings by their own names, but ``"dispatch"``, ``"dispatch_dtype"``, ``"dispatch_sms"``."""
+    top = {name: value for name, value in settings.items() if name not in (*OF_DISPATCH, *OF_MIGRATION)}
+    dispatch = {inner: settings[name] for name, inner in OF_DISPATCH.items() if name in settings}
+    migration = {name: settings[name] for name in OF_MIGRATION if name in settings}
+    if isinstance(dispatch.get("name"), DispatchConfig):  # vars() of a config has its parts
+        top["dispatch"] = dispatch.pop("name")
+    if dispatch:
+        top["dispatch"] = DispatchConfig(**dispatch)
+    if migration:
+        top["migration"] = MigrationConfig(**migration)
+    return BalancerConfig(**top)
 
 
 @cache
@@ -32,7 +51,7 @@ def meshes(ep: int, edp: int) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def config_of(**settings: Any) -> eplb.BalancerConfig:
-    """Of settings by their own names (`flat_settings`); gradients are averaged, every batch is split over replicas."""
+    """Of settings by their own names; gradients are averaged, every batch is split over replicas."""
     least = 0 if settings.get("replica_slots") else 64
     return config_from_settings({"dense_gradients": "allreduce", "split_least_tokens": least, **settings})
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flat_settings import config_from_settings
+from support.training import config_from_settings
 
 import eplb_runtime
 from eplb_runtime import Topology, events

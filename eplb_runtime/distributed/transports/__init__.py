@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from ..consensus import first_problem, gather_json
 from . import nixl, symmetric
 from .base import Transport, TransportError

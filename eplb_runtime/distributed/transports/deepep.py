@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...config import ConfigError
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .base import Message, Pending, PendingGroup, SideStream, Transport, TransportError, wait_until
 from .nixl import rdma_devices
 from .nvshmem import claim

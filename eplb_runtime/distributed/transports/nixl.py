@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .base import SideStream, TransportError
 from .windows import ARRIVED, GOODBYE, HALVES, KINDS, Window, Windows, piece_bytes_for
 

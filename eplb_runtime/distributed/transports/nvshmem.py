@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from ..consensus import gather_bytes
 from .base import SideStream, TransportError
 from .windows import StreamWindow, Window, Windows, piece_bytes_for

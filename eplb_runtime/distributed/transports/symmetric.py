@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...config import launcher_environment
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from ..consensus import gather_json
 from .base import TransportError
 from .windows import StreamWindow, Window, Windows, piece_bytes_for

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .base import Message, Pending, PendingMessages, Transport, TransportError
 
 _CLOSING = timedelta(milliseconds=1)

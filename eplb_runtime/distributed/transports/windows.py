@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from ...utils.worker import ignore_captures_of_others
 from ..consensus import TransportError
 from .base import LEFT_SECONDS, Message, Pending, PendingMessages, SideStream, Transport, synchronize, wait_until

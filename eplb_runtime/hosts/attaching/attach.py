@@ -58,7 +58,7 @@ from ...replicas.plan import RowTransport
 from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
 from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
@@ -288,7 +288,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
-    context = LayerContext(counter, maps.table, maps.splitter, dispatcher, forward_tag, channels, kernels.count_and_map)
+    context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = {stage.prefix + n: (stage, p) for stage in made.stages for n, p in stage.model.named_parameters()}
     rest = {name: (stage, p) for name, (stage, p) in named.items() if id(p) not in experts}
@@ -299,8 +299,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     gather = ReplicaGather(groups.parts, groups.twins)
     for (index, _, layer), test in zip(made.layers, made.tests, strict=True):
         if layer.compute is None:
-            shared: dict[str, Any] = {"counter": counter, "table": maps.table, "forward_tag": forward_tag}
-            layers.append(HostDispatchedLayer(index, layer.experts, **shared, expert_clock=clock))
+            layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
             here = _local_experts(index, layer, job, divisors, maps.replicas, shards.banks.get(index), gather)
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))

@@ -25,7 +25,7 @@ from ...moe.experts.optimizer_state import OptimizerStateError
 from ...moe.experts.slices import has_divide_factor, is_sliced, local, why_not_rows, why_not_slices
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
 from .optimizers import why_shared
 from .self_test import LayerTest, problems_of, try_layers

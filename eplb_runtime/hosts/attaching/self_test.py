@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.experts.compute import Compute, SlotCounts
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .description import MoELayer, Run, spread_of
 
 _SLOTS, _ROWS = 3, 3

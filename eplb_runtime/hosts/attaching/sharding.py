@@ -21,7 +21,7 @@ from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import replace_parameter
 from ...placement import Placement
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .checks import check, rollback, try_together
 from .description import AttachError, MoELayer, Spread, Stage, mark_spread
 from .self_test import problems_of

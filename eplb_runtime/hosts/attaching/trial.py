@@ -48,12 +48,13 @@ norm of what these sums differ by."""
 _CHUNK = 1 << 22
 """Elements that are read at once."""
 _IS_SUM, _EXACT = 0.05, 0.01
-"""Relative distances up to which a gradient is a multiple of what backward passes gave, and a factor a number."""
+"""Relative distances up to which a gradient is a sum of what backward passes gave, and a factor a number."""
 _SHARES = (
     "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
     "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
 )
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
+_ONE_MORE = "the gradient of {} has more of one rank's than of another's: average gradients over ranks, all alike"
 _BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
 _UNEVEN = "{} is not the same on all ranks: each has it by its own tokens alone"
 _SHARE_OF_EPS = 0.3
@@ -91,15 +92,8 @@ def begin_record(trial: Trial) -> None:
 
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:
     """Return settings and ranks of a run: nothing is decided by load, and nothing is written but the records."""
-    own = replace(
-        config,
-        policy="static",
-        run=None,
-        listen=None,
-        listen_token=None,
-        guard="warn",
-        migration=replace(config.migration, max_moves=None, max_pause_seconds=None),
-    )
+    alone: dict[str, Any] = {"policy": "static", "run": None, "listen": None, "listen_token": None, "guard": "warn"}
+    own = replace(config, **alone, migration=replace(config.migration, max_moves=None, max_pause_seconds=None))
     if trial.layout == "single":
         return replace(without_replicas(own), initial_placement=None), replace(ranks, ep=(dist.get_rank(),))
     return own if trial.replicas else without_replicas(own), ranks
@@ -285,7 +279,7 @@ class TrialRun(LoopHooks):
 
     def _compare_shares(self) -> None:
         """Note parameters whose gradient is another multiple of what ranks' backward passes gave than that of experts:
-        by a number of ranks, in two steps, where clipping these alone would give a factor of each step's own."""
+        by a number of ranks or by rank, in two steps, where clipping these alone would give each step's own factor."""
         job, none = self._runtime.job, torch.zeros(SKETCHES, dtype=torch.float64)
         seen = dict.fromkeys(self._arrived, none)
         for name, parameter in self._weighed:
@@ -296,15 +290,16 @@ class TrialRun(LoopHooks):
         of_ranks = list(map(json.loads, gather_bytes(json.dumps(mine).encode(), self._group)))
         usual = _multiple([one[""] for one in of_ranks if "" in one], of_all=True)
         numbers = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
+        factors = [factor for number in numbers for factor in (number, 1 / number)]
         for ranks in job.data_sets if usual else ():
             here = [of_ranks[job.ranks.index(rank)] for rank in ranks]
             for name in here[0].keys() - {""}:
                 if multiple := _multiple([one[name] for one in here if name in one]):
                     ratio = multiple / usual * len(job.edp_ranks) * job.gradient_divisor
                     before, self._ratios[name] = self._ratios.get(name, 0.0), ratio
-                    factors = [factor for number in numbers for factor in (number, 1 / number)]
-                    if any(max(abs(r / factor - 1) for r in (before, ratio)) < _EXACT for factor in factors):
-                        self._meta["doubts"].append(_SHARES.format(name, ratio))  # it may be a rate of the loop's own
+                    is_number = any(max(abs(r / one - 1) for r in (before, ratio)) < _EXACT for one in factors)
+                    if is_number or before == ratio == math.inf:  # it may be a rate of the loop's own
+                        self._meta["doubts"].append((_SHARES if is_number else _ONE_MORE).format(name, ratio))
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
@@ -438,14 +433,13 @@ class TrialRun(LoopHooks):
         return total
 
     def _write_meta(self) -> None:
-        not_single = self._meta["not_single"] or self._does_not_fit()
-        said = self._balancer.guard.said
         held = [*self._balancer.tensors.dense.values(), *self._runtime.registry.parameters()]
         error = max([self._coarsest, *(torch.finfo(p.dtype).eps for p in held if p.is_floating_point())])
         commits = self._balancer.placement.epoch - self._began
         groups = [group for one in self._balancer.tensors.optimizers for group in getattr(one, "param_groups", ())]
         still = {id(parameter) for group in groups if group.get("lr") == 0 for parameter in group["params"]}
-        meta = {**self._meta, "said": said, "not_single": not_single, "rounding": error, "commits": commits}
+        meta = {**self._meta, "said": self._balancer.guard.said, "rounding": error, "commits": commits}
+        meta["not_single"] = self._meta["not_single"] or self._does_not_fit()
         every = {**self._balancer.tensors.dense, **self._runtime.parameters}
         meta["eps"] = {n: torch.finfo(p.dtype).eps for n, p in every.items() if p.is_floating_point()}
         meta["still"] = [name for name, parameter in every.items() if id(parameter) in still]
@@ -467,13 +461,18 @@ class TrialRun(LoopHooks):
 
 def _multiple(given_and_seen: Sequence[Any], of_all: bool = False) -> float:
     """Return how often the sum of what ranks' backward passes gave is in what the optimizer sees, on the first rank or
-    added up over all; 0: it is no multiple."""
+    added up over all; infinity: some ranks' more often than others'; 0: it is no sum of these."""
     if not given_and_seen:
         return 0.0
-    given_RS, seen_RS = torch.tensor(given_and_seen, dtype=torch.float64).unbind(1)
+    given_RS, seen_RS = (both := torch.tensor(given_and_seen, dtype=torch.float64)).unbind(1)
     given_S, seen_S = given_RS.sum(dim=0), seen_RS.sum(dim=0) if of_all else seen_RS[0]
     multiple = given_S @ seen_S / (given_S @ given_S)
-    return float(multiple) if bool((multiple * given_S - seen_S).norm() < _IS_SUM * seen_S.norm()) else 0.0
+    if bool((multiple * given_S - seen_S).norm() < _IS_SUM * seen_S.norm()):
+        return float(multiple)
+    if of_all or len(given_RS) > SKETCHES // 2 or not both.isfinite().all():
+        return 0.0
+    best_S = given_RS.T @ torch.linalg.lstsq(given_RS.T, seen_S.unsqueeze(1)).solution[:, 0]
+    return math.inf if bool((best_S - seen_S).norm() < _IS_SUM * seen_S.norm()) else 0.0
 
 
 def _sketched(entry: TrialEntry) -> tuple[Tensor, Tensor]:
@@ -536,7 +535,7 @@ def _listen(losses: list[float], before_forward: Callable[..., None], after: Cal
     def run(outputs: Any, grad_outputs: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         found = inner(outputs, grad_outputs, retain, create, inputs, *args, **kwargs)
         if kwargs.get("accumulate_grad"):
-            losses.extend(float(root) for root in outputs if isinstance(root, Tensor) and root.numel() == 1)
+            losses.extend(float(root.detach()) for root in outputs if isinstance(root, Tensor) and root.numel() == 1)
             after()
         return found
 

@@ -18,8 +18,18 @@ from torch import nn
 
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
-from ..attaching.description import AttachError, HostModel, MoELayer, Spread, WatchedLayer, WatchedModel, mark_spread
-from ..refusals import NOT_RUN, sums_of_gradients, sums_of_results
+from ..attaching.description import (
+    NOT_RUN,
+    AttachError,
+    HostModel,
+    MoELayer,
+    Spread,
+    WatchedLayer,
+    WatchedModel,
+    mark_spread,
+    sums_of_gradients,
+    sums_of_results,
+)
 from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
 from .optimizers import adapt, options_of
 from .saved_state import weights

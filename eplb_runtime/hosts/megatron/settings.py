@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ..refusals import EXACT_BY_ITSELF, EXACT_IN_ONE_SUM, Exact, Refusal
+from ..attaching.description import EXACT_BY_ITSELF, EXACT_IN_ONE_SUM, Exact, Refusal
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""

@@ -28,9 +28,8 @@ from ...distributed.ranks import Ranks
 from .. import _all_can_attach, pipelining
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
-from ..attaching.description import AttachError, HostModel, Spread, Stage, mark_spread
+from ..attaching.description import NOT_RUN, AttachError, HostModel, Spread, Stage, mark_spread
 from ..attaching.state_hooks import keep_logical_order
-from ..refusals import NOT_RUN
 from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import (
     BACKENDS,

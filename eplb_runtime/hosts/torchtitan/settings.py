@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..refusals import EXACT_BY_ITSELF, Refusal, sums_of_gradients, sums_of_results
+from ..attaching.description import EXACT_BY_ITSELF, Refusal, sums_of_gradients, sums_of_results
 
 BACKENDS = {"spmd_types": "2.14", "partial_dtensor": "2.11"}
 """``spmd_backend`` -> the torch that it needs."""

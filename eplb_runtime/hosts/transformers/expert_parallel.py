@@ -23,11 +23,10 @@ from ...balancer.balancer import Balancer
 from ...distributed.ranks import Ranks
 from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
-from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread
+from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread, sums_of_gradients
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.state_hooks import keep_logical_order
 from ..module import StableSort
-from ..refusals import sums_of_gradients
 from .settings import refusals, replicas_of
 
 RealTokens = Callable[[int], Tensor | None]

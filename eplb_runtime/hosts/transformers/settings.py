@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..refusals import EXACT_IN_ONE_SUM, Exact, Refusal
+from ..attaching.description import EXACT_IN_ONE_SUM, Exact, Refusal
 
 VERSION = "Transformers 5.23 or newer"
 LOAD = 'load the model with DistributedConfig(fsdp_size=..., ep_size=..., ep_implementation="eplb")'

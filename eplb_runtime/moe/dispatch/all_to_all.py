@@ -151,7 +151,7 @@ class AllToAll(Dispatcher):
             token_splits = AllToAllSplits.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, rank)
             assert leaving.source_row_N1 is not None
             source_row_M1 = self._to_ranks(leaving.source_row_N1, replace(choice_splits, index_U=None))()
-        arriving = self._kernels.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
+        arriving = self.kernels.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
         rows_S = both_2RW[1, :, :slots].sum(axis=0).tolist()
         return AllToAllMetadata.of(leaving.place_TK, arriving, choice_splits, token_splits, rows_S)
 
@@ -189,7 +189,7 @@ class AllToAll(Dispatcher):
     ) -> Callable[[], Tensor]:
         """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``."""
         rows = self._choices_to_tokens(rows_MD, metadata)
-        return lambda: self._kernels.sum_choices(rows(), metadata.place_TK, self._memory, weights)
+        return lambda: self.kernels.sum_choices(rows(), metadata.place_TK, self._memory, weights)
 
     def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns ``[M, D]``, by slot."""
@@ -215,8 +215,8 @@ class AllToAll(Dispatcher):
             torch.index_select(source, 0, index_U[local:], out=leaving)
         work = None
         if self._num_ranks > 1:
-            group = self._channels.current().tokens
-            with self._channels.launching():
+            group = self.channels.current().tokens
+            with self.channels.launching():
                 work = dist.all_to_all_single(
                     received[local:], leaving, splits.received, splits.sent, group=group, async_op=True
                 )
@@ -236,28 +236,27 @@ class AllToAll(Dispatcher):
 
     def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
         """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
-        tag = self._forward_tag.value if with_counts and self._forward_tag is not None else None
-        return self._kernels.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
+        tag = self.forward_tag.value if with_counts else None
+        return self.kernels.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
 
     def _sends_tokens_once(self, slots_TK: Tensor) -> bool:
         """Return whether a token goes once to each rank, as a channel's first batch decides, before which tags are
         compared: counts have one size then, whatever top-k a later batch has. Two batches at once each compare on their
         own channel: which of them is first differs between ranks."""
-        group = self._channels.current().counts
+        group = self.channels.current().counts
         if group not in self._deduplicates:
             self._deduplicates[group] = worth_deduplicating(self._num_ranks, slots_TK.shape[1])
-            if self._num_ranks > 1 and self._forward_tag is not None:
+            if self._num_ranks > 1:
                 self.gather_counts(slots_TK.new_empty(0, dtype=torch.int64))
         return self._deduplicates[group]
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
         """Return int64 ``[2, R, W]``, sent to each rank and received from it, and the latter on the device. The one
         host sync of a dispatch without known counts: torch.distributed takes sizes as host integers."""
-        with self._channels.launching():
-            dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self._channels.current().counts)
+        with self.channels.launching():
+            dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self.channels.current().counts)
         both: NDArray[np.int64] = counts_2RW.cpu().numpy()
-        if self._forward_tag is not None:
-            self._forward_tag.check(both[1, :, -1])
+        self.forward_tag.check(both[1, :, -1])
         return both, counts_2RW[1]
 
 

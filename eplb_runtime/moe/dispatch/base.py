@@ -32,19 +32,20 @@ from .permute import RowMemory
 
 @dataclass(frozen=True, eq=False)
 class DispatchContext:
-    """What dispatchers of an EP group are made from: channels of its own, S, the tag that checks forwards (None: no
-    check), what permutes and sums rows, and the clock of backward passes."""
+    """What dispatchers of an EP group are made from: channels of its own, S, the tag that checks forwards, what
+    permutes and sums rows, and the clock of backward passes."""
 
     channels: MicroBatchChannels
     slots_per_rank: int
-    forward_tag: ForwardTag | None = None
+    forward_tag: ForwardTag
     kernels: Kernels = field(default_factory=Kernels)
     expert_clock: ExpertClock = field(default_factory=ExpertClock)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, slots_per_rank: int) -> DispatchContext:
-        """Use one group for tokens and counts, and check no forward."""
-        return cls(MicroBatchChannels(MicroBatchChannel(group, group)), slots_per_rank)
+        """Use one group for tokens and counts; no forward has a tag of its own."""
+        tag = ForwardTag(range(group.size()), group.rank())
+        return cls(MicroBatchChannels(MicroBatchChannel(group, group)), slots_per_rank, tag)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -52,7 +53,6 @@ class DispatchContext:
         return self.channels.first.tokens
 
 
-@dataclass(frozen=True, eq=False)
 class DispatchMetadata:
     """Where each row goes; each kind of dispatcher has its own fields.
 
@@ -91,16 +91,14 @@ class Dispatcher(ABC):
     Attributes:
         combine_order: ``"logical"``: a token's results are summed in the router's order, so that placement changes no
             bit. ``"by_rank"``: summed on each rank first, then over ranks.
-        expert_clock: as given.
+        channels, kernels, forward_tag, expert_clock: as given.
     """
 
     combine_order: Literal["logical", "by_rank"] = "logical"
 
     def __init__(self, context: DispatchContext) -> None:
-        self._channels = context.channels
-        self._forward_tag = context.forward_tag
-        self._kernels = context.kernels
-        self.expert_clock = context.expert_clock
+        self.channels, self.kernels = context.channels, context.kernels
+        self.forward_tag, self.expert_clock = context.forward_tag, context.expert_clock
         self._rank, self._num_ranks = context.group.rank(), context.group.size()
         self._slots_per_rank = context.slots_per_rank
         self._memory = RowMemory()
@@ -154,20 +152,14 @@ class Dispatcher(ABC):
     def gather_counts(self, counts_E: Tensor) -> NDArray[np.int64]:
         """Return int64 ``[R, E]`` from each rank's int64 ``[E]``, by one collective and one host sync. The tag of the
         forward travels along, and must be the same on all ranks."""
-        tag, group = self._forward_tag, self._channels.current().counts
-        mine = counts_E if tag is None else torch.cat([counts_E, counts_E.new_full((1,), tag.value)])
+        group = self.channels.current().counts
+        mine = torch.cat([counts_E, counts_E.new_full((1,), self.forward_tag.value)])
         all_RW = mine.new_empty(group.size(), len(mine))
-        with self._channels.launching():
+        with self.channels.launching():
             all_gather_into(all_RW.view(-1), mine, group=group)
         counts_RW: NDArray[np.int64] = all_RW.cpu().numpy()
-        if tag is None:
-            return counts_RW
-        tag.check(counts_RW[:, -1])
+        self.forward_tag.check(counts_RW[:, -1])
         return counts_RW[:, :-1]
-
-    def layer_and_epoch(self) -> tuple[int, int] | tuple[None, None]:
-        """Of the forward that this thread is in; names profiler spans."""
-        return (None, None) if self._forward_tag is None else self._forward_tag.place
 
 
 class _Dispatch(torch.autograd.Function):
@@ -177,7 +169,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: DispatchMetadata, dispatcher: Dispatcher
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        ctx.dispatcher, ctx.place = dispatcher, dispatcher.layer_and_epoch()
+        ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
         rows_MD, weights_M, counts_S, ctx.layout = dispatcher.dispatch_rows(hidden_TD, weights_TK, metadata)
         needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(rows for rows, need in needs if rows is not None and not need))
@@ -201,7 +193,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher) -> Tensor:
-        ctx.dispatcher, ctx.place = dispatcher, dispatcher.layer_and_epoch()
+        ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
         ctx.layout, ctx.dtype = dispatched.metadata, out_MD.dtype
         combined_TD = dispatcher.combine_rows(out_MD, dispatched.combine_weights, dispatched.metadata)
         return combined_TD.to(dispatched.dtype)

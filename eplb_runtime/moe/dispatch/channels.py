@@ -11,6 +11,7 @@ another B before A, and the hardware or the driver takes them in that order, bot
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -50,8 +51,7 @@ class CollectiveOrder:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._changed = threading.Condition()
-        self._launched = [0, 0]
-        self._ended = [False, False]
+        self._launched: list[float] = [0, 0]
 
     @contextlib.contextmanager
     def launching(self, channel: int) -> Iterator[None]:
@@ -59,7 +59,7 @@ class CollectiveOrder:
         Raises RuntimeError if the other does not get there in time."""
         turn, other = self._launched[channel] + channel, 1 - channel
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended[other] or self._launched[other] >= turn, self._seconds):
+            if not self._changed.wait_for(lambda: self._launched[other] >= turn, self._seconds):
                 raise RuntimeError(
                     f"of two batches at once, {_NAMES[other]} did not reach its exchange {self._launched[other] + 1} "
                     f"within {self._seconds:g} s; exchange {self._launched[channel] + 1} of {_NAMES[channel]} waited "
@@ -75,52 +75,56 @@ class CollectiveOrder:
     def end(self, channel: int) -> None:
         """Record that a channel launches nothing any more, having done its work or failed."""
         with self._changed:
-            self._ended[channel] = True
+            self._launched[channel] = math.inf
             self._changed.notify_all()
 
 
 class TwoStreams:
-    """Two streams of a device next to the caller's. They start after what the caller's has to do, and it goes on after
-    both; meanwhile it has nothing to do. No host sync, and no `record_stream`: memory of either side is not used again
-    before the other side has been waited for. ``module``: that of the device's kind, as `torch.cuda`; None: torch's."""
+    """Two streams of a device next to the caller's; on a CPU none. They start after what the caller's has to do, and it
+    goes on after both; meanwhile it has nothing to do. No host sync, and no `record_stream`: memory of either side is
+    not used again before the other side has been waited for. ``module``: that of the device's kind, as `torch.cuda`."""
 
-    def __init__(self, device: torch.device, module: Any = None) -> None:
-        self._device = device
-        self._module: Any = module if module is not None else torch.get_device_module(device)
-        self._made: tuple[Any, Any] | None = None
+    def __init__(self, device: torch.device | None = None, module: Any = None) -> None:
+        self.device = device or torch.device("cpu")
+        self.on_device = module is not None or self.device.type != "cpu"
+        self._module: Any = module or (torch.get_device_module(self.device) if self.on_device else None)
+        self._made: tuple[Any, Any] = None, None
         self._lock = threading.Lock()
         self._last: dict[str, tuple[Any, Any]] = {}
 
     def begin(self) -> tuple[Any, Any]:
         """Return the two streams, which wait for what the current one has to do."""
-        if self._made is None:
-            self._made = self._module.Stream(self._device), self._module.Stream(self._device)
-        for stream in self._made:
-            stream.wait_stream(self.current())
+        if self.on_device:
+            if self._made[0] is None:
+                self._made = self._module.Stream(self.device), self._module.Stream(self.device)
+            for stream in self._made:
+                stream.wait_stream(self.current())
         return self._made
 
     def join(self) -> None:
         """Let the current stream wait for both."""
-        for stream in self._made or ():
+        for stream in filter(None, self._made):
             self.current().wait_stream(stream)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Inside, on any thread, this stream is the current one."""
-        self._module.set_device(self._device)  # each thread has a current device of its own
-        with self._module.stream(stream):
+        if self.on_device:
+            self._module.set_device(self.device)  # each thread has a current device of its own
+        with self._module.stream(stream) if self.on_device else nullcontext():
             yield
 
     @contextlib.contextmanager
     def between(self, other: Any) -> Iterator[None]:
-        """What is inside goes after all that another stream has to do now, and that goes on after it."""
+        """What is inside goes after all that another stream has to do now, and that goes on after it; None: no other
+        one."""
         here = self.current()
-        if here != other:
+        if other is not None and here != other:
             here.wait_stream(other)
         try:
             yield
         finally:
-            if here != other:
+            if other is not None and here != other:
                 other.wait_stream(here)
 
     @contextlib.contextmanager
@@ -134,24 +138,20 @@ class TwoStreams:
             try:
                 yield
             finally:
-                self._last[what] = stream, stream.record_event()
+                self._last[what] = stream, None if stream is None else stream.record_event()
 
     def current(self) -> Any:
         """Return this thread's stream."""
-        return self._module.current_stream(self._device)
+        return self._module.current_stream(self.device) if self.on_device else None
 
 
 class MicroBatchChannels:
-    """The ways of one rank's exchanges.
+    """The ways of one rank's exchanges: ``first`` is there at the start, `open` adds ``second``.
 
     Args:
-        first: what there is at the start.
         device: of the tokens.
-        streams: of two things at once; None: those of the device, none on a CPU.
+        streams: of two things at once; None: those of the device.
         seconds: how long one of two things waits for the other's launches at most.
-
-    Attributes:
-        second: what `open` has added; None: nothing yet.
     """
 
     def __init__(
@@ -161,12 +161,9 @@ class MicroBatchChannels:
         streams: TwoStreams | None = None,
         seconds: float = _HOST_SECONDS,
     ) -> None:
-        self.first = first
-        self.streams = streams or (None if device is None or device.type == "cpu" else TwoStreams(device))
-        self._device_type = "cpu" if device is None else device.type
-        self._seconds = seconds
-        self._ahead: Callable[[], None] = lambda: None
+        self.first, self.streams, self._seconds = first, streams or TwoStreams(device), seconds
         self.second: MicroBatchChannel | None = None
+        self._ahead: Callable[[], None] = lambda: None
         self._worker = Worker("eplb_runtime second channel")
         self._second_thread: int | None = None
         self._order: CollectiveOrder | None = None
@@ -196,17 +193,15 @@ class MicroBatchChannels:
 
     def add_gradients_here(self) -> None:
         """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
-        self._gradients = None if self.streams is None else self.streams.current()
+        self._gradients = self.streams.current()
 
     def adding(self) -> AbstractContextManager[None]:
         """Inside, gradients are written that another stream may add to."""
-        if self.streams is None or self._gradients is None:
-            return nullcontext()
         return self.streams.between(self._gradients)
 
     def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
         """Inside, memory is used that both of two things at once write."""
-        return self.streams.in_turn(what) if self.streams is not None and self.busy else nullcontext()
+        return self.streams.in_turn(what) if self.busy else nullcontext()
 
     def before_backward(self) -> None:
         """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
@@ -220,12 +215,11 @@ class MicroBatchChannels:
     def both(
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
-        """Run two things at once, of which ``second`` alone may have a backward pass; on every rank of the group alike.
-        RuntimeError: two run at once already.
+        """Run ``current`` on this thread and ``second``, which alone may have a backward pass, on one that is kept, in
+        this one's modes of gradients and of autocast; on every rank of the group alike. RuntimeError: two run at once
+        already.
 
         Args:
-            current: runs on this thread.
-            second: runs on a thread that is kept; in this one's modes of gradients and of autocast.
             swapped: each on the other's stream. A backward pass runs on the stream of its forward, so the caller says
                 which that was.
             forwards_only: neither may have a backward pass; one that has raises (`before_backward`).
@@ -234,8 +228,9 @@ class MicroBatchChannels:
         if self.busy:
             raise RuntimeError("two batches run at once already, and a third has no channel")
         self._ahead()
+        modes = self._modes_of_this_thread()
         order = self._order = CollectiveOrder(self._seconds)
-        self._forwards_only, modes = forwards_only, self._modes_of_this_thread()
+        self._forwards_only = forwards_only
 
         def run(number: int, work: Callable[[], Any]) -> Any:
             with contextlib.ExitStack() as around:
@@ -244,12 +239,11 @@ class MicroBatchChannels:
                     self._second_thread = threading.get_ident()
                     for mode in modes:
                         around.enter_context(mode())
-                if pair is not None and self.streams is not None:
-                    around.enter_context(self.streams.on(pair[number ^ swapped]))
+                around.enter_context(self.streams.on(pair[number ^ swapped]))
                 return work()
 
         try:
-            pair = None if self.streams is None else self.streams.begin()
+            pair = self.streams.begin()
             running = self._worker.submit(lambda: run(1, second))
             # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
             try:
@@ -259,17 +253,13 @@ class MicroBatchChannels:
                 raise
             return first, running.result()
         finally:
-            if self.streams is not None:
-                self.streams.join()
+            self.streams.join()
             self._order, self._forwards_only = None, False
 
     def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
         """Run one thing on its stream, so that its backward pass can be one of two things at once."""
-        if self.streams is None:
-            return work()
-        stream = self.streams.begin()[swapped]
         try:
-            with self.streams.on(stream):
+            with self.streams.on(self.streams.begin()[swapped]):
                 return work()
         finally:
             self.streams.join()
@@ -279,7 +269,7 @@ class MicroBatchChannels:
             partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         ]
-        for kind in sorted({"cpu", self._device_type}):
+        for kind in filter(torch.amp.is_autocast_available, sorted({"cpu", self.streams.device.type})):
             dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
             modes.append(partial(torch.autocast, kind, dtype=dtype, enabled=enabled))
         return modes

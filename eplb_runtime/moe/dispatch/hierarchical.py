@@ -29,6 +29,8 @@ from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, Bags, RowRou
 from .base import DispatchContext
 from .permute import begins, own_first
 
+Longs = NDArray[np.int64]
+
 
 class Hierarchical(AllToAll):
     """Dispatch and combine for one EP group.
@@ -60,16 +62,14 @@ class Hierarchical(AllToAll):
         # Each rank learns of the tokens that visit its node, and of those that visit each of the ranks there.
         counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
-        columns = [leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0)]
-        if self._forward_tag is not None:
-            columns.append(counts_NW.new_full((self._num_ranks, 1), self._forward_tag.value))
-        counts_RW = torch.cat(columns, dim=1)
+        tag_R1 = counts_NW.new_full((self._num_ranks, 1), self.forward_tag.value)
+        counts_RW = torch.cat([leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0), tag_R1], dim=1)
         both_2RW, _ = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
         slots = self._slots_per_rank
         counts_RS = both_2RW[1, :, :slots]
         sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
         splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, self._rank)
-        arriving = self._kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
+        arriving = self.kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
         by_choice = AllToAllMetadata.of(leaving.place_TK, arriving, splits, splits, counts_RS.sum(axis=0).tolist())
         tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.
@@ -95,12 +95,7 @@ class Hierarchical(AllToAll):
         return lambda: self._to_experts(forwarded(), metadata.tokens)()
 
     def _source_rows(
-        self,
-        slots_TK: Tensor,
-        row_of_token_TR: Tensor,
-        choices: RowRouting,
-        counts_RS: NDArray[np.int64],
-        begin_R: NDArray[np.int64],
+        self, slots_TK: Tensor, row_of_token_TR: Tensor, choices: RowRouting, counts_RS: Longs, begin_R: Longs
     ) -> Callable[[], Tensor]:
         """Send with each choice the row that its token has on the choice's rank, where a token goes only once; waiting
         returns int64 ``[M]``, for each row by slot its token's received row."""
@@ -113,7 +108,7 @@ class Hierarchical(AllToAll):
         return lambda: begin_M + source_row().squeeze(1)
 
     def _across(
-        self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: NDArray[np.int64]
+        self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: Longs
     ) -> tuple[AllToAllSplits, Callable[[], Tensor]]:
         """Send tokens to nodes, and ahead of them int64 ``[F, G]``, 1 for a rank here that the token visits."""
         device, node = visits_TN.device, self._node
@@ -129,7 +124,7 @@ class Hierarchical(AllToAll):
         visited = self._to_ranks(visits_TNG.to(torch.uint8).flatten(0, 1), visits)
         return across, lambda: visited().to(torch.int64)
 
-    def _within(self, visited_FG: Tensor, visits_NGG: NDArray[np.int64]) -> AllToAllSplits:
+    def _within(self, visited_FG: Tensor, visits_NGG: Longs) -> AllToAllSplits:
         """What has come to this rank to be forwarded, to the ranks of this node."""
         sent_G, received_G = visits_NGG[:, self._place].sum(axis=0), visits_NGG[:, :, self._place].sum(axis=0)
         begin_G = torch.from_numpy(begins(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
@@ -138,7 +133,7 @@ class Hierarchical(AllToAll):
         sent_R[self._node], received_R[self._node] = sent_G, received_G
         return AllToAllSplits.of(row_U, sent_R.reshape(-1), received_R.reshape(-1), self._rank)
 
-    def _begin_of_sources(self, tokens_NG: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _begin_of_sources(self, tokens_NG: Longs) -> Longs:
         """int64 ``[R]``: where each rank's tokens begin among those that visit this rank: by the rank of this node that
         has forwarded them, then by the node they are from; this one first in both."""
         order = np.ix_(own_first(self._nodes, self._node), own_first(self._on_node, self._place))

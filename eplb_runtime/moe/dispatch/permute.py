@@ -48,12 +48,12 @@ class RowMemory:
     def _storage(self, size: int) -> torch.UntypedStorage:
         """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
         free = [storage for storage in self._storages if _holders and _holders(storage._cdata) == 1]  # nobody else's
-        fits = [storage for storage in free if storage.nbytes() >= size]
-        if fits:
-            return min(fits, key=lambda storage: storage.nbytes())
+        free.sort(key=lambda storage: storage.nbytes())
+        for storage in free:
+            if storage.nbytes() >= size:
+                return storage
         if free:
-            outgrown = max(free, key=lambda storage: storage.nbytes())
-            self._storages = [storage for storage in self._storages if storage is not outgrown]
+            self._storages = [storage for storage in self._storages if storage is not free[-1]]
         self._storages.append(torch.UntypedStorage(size + size * _SPARE_EIGHTHS // 8))
         return self._storages[-1]
 

@@ -84,13 +84,11 @@ def run_rows(
     compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
 ) -> Tensor:
     """``compute``, or without rows a stand-in that keeps the graph whole."""
-    if not rows_MD.shape[0]:
-        out_MD: Tensor = _Idle.apply(rows_MD, *parameters)
-    elif weights_M is not None and (weighing := getattr(compute, "weighing", None)) is not None:
-        out_MD = weighing(rows_MD, counts_S, parameters, weights_M)
-        return out_MD
-    else:
-        out_MD = compute(rows_MD, counts_S, parameters)
+    weighing = None if weights_M is None else getattr(compute, "weighing", None)
+    if weighing is not None and rows_MD.shape[0]:
+        weighed: Tensor = weighing(rows_MD, counts_S, parameters, weights_M)
+        return weighed
+    out_MD = compute(rows_MD, counts_S, parameters) if rows_MD.shape[0] else _Idle.apply(rows_MD, *parameters)
     return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
 
 

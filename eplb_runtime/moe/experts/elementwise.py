@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...utils.errors import one_line
+from ...utils.text import one_line
 from .optimizer_state import OptimizerStateError, expert_state
 
 logger = logging.getLogger("eplb_runtime")

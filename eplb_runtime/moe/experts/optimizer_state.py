@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -89,13 +90,8 @@ def expert_state(
 ) -> list[tuple[str, Tensor]]:
     """Return the state tensors of ``parameter`` whose rows are its experts, sorted by key. ``registered``: addresses of
     memory that moves by itself."""
-    state = state_of(optimizer, parameter)
-    found = []
-    for key in sorted(state, key=str):
-        value = state[key]
-        if is_per_expert(str(key), value, parameter, registered):
-            found.append((str(key), value))
-    return found
+    state = sorted(((str(key), value) for key, value in state_of(optimizer, parameter).items()), key=itemgetter(0))
+    return [(key, value) for key, value in state if is_per_expert(key, value, parameter, registered)]
 
 
 def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collection[int] = ()) -> bool:
@@ -135,15 +131,13 @@ def replace_parameter(
 ) -> None:
     """Put ``new`` in the place of ``old``: same group, same options, its state cut by ``take_rows`` to the rows that
     ``new`` holds."""
-    place = next(
-        ((group, i) for group in optimizer.param_groups for i, p in enumerate(group["params"]) if p is old), None
-    )
-    if place is None:
-        raise OptimizerStateError("the optimizer does not hold this parameter")
-    state = optimizer.state.get(old, {})
-    local = {key: take_rows(value) if is_per_expert(str(key), value, old) else value for key, value in state.items()}
-    group, index = place
-    group["params"][index] = new
-    if old in optimizer.state:
-        del optimizer.state[old]
-        optimizer.state[new] = local
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if parameter is old:
+                state = optimizer.state.get(old, {})
+                cut = {key: take_rows(one) if is_per_expert(str(key), one, old) else one for key, one in state.items()}
+                group["params"][index] = new
+                if optimizer.state.pop(old, None) is not None:
+                    optimizer.state[new] = cut
+                return
+    raise OptimizerStateError("the optimizer does not hold this parameter")

@@ -1,4 +1,5 @@
-"""The explicit list of tensors that have an expert dimension, per MoE layer.
+"""The explicit list of tensors that have an expert dimension, per MoE layer; and how one expert looks on the wire and
+in staging: its shards, one after another, each aligned.
 
 What is here was registered by a host; nothing is guessed from names. Optimizer state is found through the
 optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers make it lazily.
@@ -6,12 +7,13 @@ optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers 
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
 Part = Literal["row", "range", "number"]
 MARK = "eplb_runtime_experts"
 """What state dicts call where their experts stood."""
+ALIGNMENT = 64
+"""Bytes; shards start at multiples, so that staging can be viewed in any dtype."""
 _WRAPPERS = ("module.", "_orig_mod.")
 """What wrappers of a model put before the names of its parameters."""
 
@@ -95,7 +99,7 @@ class ExpertTensor:
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """The tensors that its rows lie in."""
-        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
+        return _parts(self.tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,6 +119,10 @@ class ExpertTensor:
         return self.row_shape.numel() * self.dtype.itemsize
 
 
+def _parts(rows: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return rows if isinstance(rows, tuple) else (rows,)
+
+
 def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
     return frozenset(tensor.name for tensor in tensors if tensor.kind == "optimizer_state")
 
@@ -132,9 +140,7 @@ class ExpertTensors:
     ) -> None:
         self._layers: list[list[ExpertTensor]] = [[] for _ in range(num_layers)]
         self._memory = [WeightMemory() for _ in range(num_layers)]
-        self.homes_per_rank = homes_per_rank
-        self._optimizers = list(optimizers)
-        self._move_gradients = move_gradients
+        self.homes_per_rank, self._optimizers, self._move_gradients = homes_per_rank, list(optimizers), move_gradients
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
         self._state_of_layers: dict[int, frozenset[str]] = defaultdict(frozenset)
         self._misses_state = False
@@ -157,22 +163,17 @@ class ExpertTensors:
     def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:
         """Register a tensor ``[E/R, ...]`` of a layer, or one for each of its home slots; RegistryError: wrong rows, or
         the name is taken."""
+        entry, experts = ExpertTensor(name, tensor, kind), f"the {self.homes_per_rank} experts of this rank"
+        shapes = [list(local(part).shape) for part in entry.memory]
         if isinstance(tensor, tuple):
             if len(tensor) != self.homes_per_rank or len({(row.shape, row.dtype) for row in tensor}) > 1:
-                raise RegistryError(
-                    f"layer {layer}: {name} has tensors {[list(row.shape) for row in tensor]}; there must be equal "
-                    f"ones for the {self.homes_per_rank} experts of this rank"
-                )
-        elif tensor.ndim == 0 or local(tensor).shape[0] != self.homes_per_rank:
-            raise RegistryError(
-                f"layer {layer}: {name} has shape {tuple(local(tensor).shape)}; its first dimension must be the "
-                f"{self.homes_per_rank} experts of this rank"
-            )
-        if any(entry.name == name for entry in self._layers[layer]):
+                raise RegistryError(f"layer {layer}: {name} has tensors {shapes}; give equal ones for {experts}")
+        elif shapes[0][:1] != [self.homes_per_rank]:
+            raise RegistryError(f"layer {layer}: {name} has shape {shapes[0]}; its first dimension must be {experts}")
+        if any(other.name == name for other in self._layers[layer]):
             raise RegistryError(f"layer {layer}: {name} is registered already")
-        memory = tensor if isinstance(tensor, tuple) else (tensor,)
-        self._layers[layer].append(ExpertTensor(name, tensor, kind))
-        self._memory[layer].add(name, *memory)
+        self._layers[layer].append(entry)
+        self._memory[layer].add(name, *entry.memory)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
         """The state of registered parameters lives in this optimizer, too."""
@@ -210,8 +211,10 @@ class ExpertTensors:
         for layer, of_layer in tensors.items():
             if missing := self._state_of_layers[layer] - _names_of_state(of_layer):
                 self._misses_state = True
-                said = f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first"
-                return f"{said}, or balancer.adopt(new, instead_of=old)"
+                return (
+                    f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first, or "
+                    "balancer.adopt(new, instead_of=old)"
+                )
         return ""
 
     def leave_gradients(self, layer: int) -> None:
@@ -250,10 +253,8 @@ class ExpertTensors:
                 del self._left_behind[parameter]
 
     def parameters(self, layer: int | None = None) -> list[Tensor]:
-        layers = self._layers if layer is None else [self._layers[layer]]
-        return [
-            tensor for entries in layers for entry in entries if entry.kind == "parameter" for tensor in entry.memory
-        ]
+        layers = range(self.num_layers) if layer is None else [layer]
+        return [part for one in layers for rows in self.by_expert(one) for part in _parts(rows)]
 
     def by_expert(self, layer: int) -> list[Tensor | tuple[Tensor, ...]]:
         """The parameters of a layer, each ``[E/R, ...]`` or a tensor for each slot."""
@@ -272,12 +273,8 @@ class ExpertTensors:
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
         """For each of a layer's experts that are tensors of their own, which elements each of the ranks steps that hold
         the same; empty: each steps all of them."""
-        for optimizer in self._optimizers:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                of_each = tuple(map(optimizer.ranges_of, parameters))
-                if any(of_each):
-                    return of_each
-        return ()
+        owners = (one for one in self._optimizers if not isinstance(one, torch.optim.Optimizer))
+        return next(filter(any, (tuple(map(owner.ranges_of, parameters)) for owner in owners)), ())
 
     def why_freed(self, layer: int) -> str:
         """Name a tensor of a layer that has no memory now, or another size than when it was registered; empty: none."""
@@ -293,58 +290,53 @@ class ExpertTensors:
             named.setdefault(tuple(map(_place, tensor.memory)) if known else tensor.name, tensor)
         return list(named.values())
 
-    def _named_of_home(self, layer: int) -> list[ExpertTensor]:
-        tensors: list[ExpertTensor] = []
+    def _named_of_home(self, layer: int) -> Iterator[ExpertTensor]:
         for entry in self._layers[layer]:
             if isinstance(entry.tensor, tuple):
-                tensors += self._of_separate(entry.name, entry.tensor, entry.kind)
+                yield from self._of_separate(entry, entry.tensor)
                 continue
-            tensors.append(ExpertTensor(entry.name, local(entry.tensor), entry.kind))
+            name, parameter = entry.name, entry.tensor
+            yield ExpertTensor(name, local(parameter), entry.kind)
             if entry.kind != "parameter":
                 continue
-            if self._move_gradients and entry.tensor.grad is not None:
-                tensors.append(ExpertTensor(f"{entry.name}/grad", local(entry.tensor.grad), "gradient"))
+            if self._move_gradients and parameter.grad is not None:
+                yield ExpertTensor(f"{name}/grad", local(parameter.grad), "gradient")
             for optimizer in self._optimizers:
-                for key, state in expert_state(optimizer, entry.tensor, self.moves_by_itself()):
-                    tensors.append(ExpertTensor(f"{entry.name}/{key}", local(state), "optimizer_state"))
-        return tensors
+                for key, state in expert_state(optimizer, parameter, self.moves_by_itself()):
+                    yield ExpertTensor(f"{name}/{key}", local(state), "optimizer_state")
 
-    def _of_separate(self, name: str, rows: tuple[Tensor, ...], kind: Kind) -> list[ExpertTensor]:
+    def _of_separate(self, entry: ExpertTensor, rows: tuple[Tensor, ...]) -> Iterator[ExpertTensor]:
         """All that moves with experts that are tensors of their own, also where their state is divided over the ranks
         that hold them."""
-        if kind != "parameter":
-            return [ExpertTensor(name, rows, kind)]
+        if entry.kind != "parameter":
+            yield entry
+            return
+        name, ranges = entry.name, self.ranges_of(rows)
         copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
-        own = next((of_each[PARAMETER] for of_each in copies if PARAMETER in of_each), ())
-        ranges = self.ranges_of(rows)
-        tensors = [ExpertTensor(name, rows, kind, own, ranges=ranges)]
+        yield replace(entry, copies=next((of[PARAMETER] for of in copies if PARAMETER in of), ()), ranges=ranges)
         gradients = tuple(row.grad for row in rows if row.grad is not None)
         if self._move_gradients and gradients and not ranges:
             if len(gradients) != len(rows):
                 raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
-            tensors.append(ExpertTensor(f"{name}/grad", gradients, "gradient"))
-        for optimizer, of_each in zip(self._optimizers, copies, strict=True):
+            yield ExpertTensor(f"{name}/grad", gradients, "gradient")
+        for optimizer, of in zip(self._optimizers, copies, strict=True):
             for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
-                part: Part = "row"
-                if ranges:
-                    part = "number" if all(one.ndim == 0 for one in state if one.numel()) else "range"
+                is_number = all(one.ndim == 0 for one in state if one.numel())
+                part: Part = "row" if not ranges else "number" if is_number else "range"
                 if part == "range" and not all(one.ndim == 1 for one in state):
                     raise OptimizerStateError(
                         f"an optimizer keeps {key!r} of {name} in shapes {[list(one.shape) for one in state]}: flat "
                         "ranges of experts are expected"
                     )
-                others = of_each.get(key, ())
-                tensors.append(ExpertTensor(f"{name}/{key}", state, "optimizer_state", others, ranges, part))
-        return tensors
+                yield ExpertTensor(f"{name}/{key}", state, "optimizer_state", of.get(key, ()), ranges, part)
 
 
 def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors that belong to expert parameters, by the parameter's name; the very memory, not copies.
+    """Return the tensors that belong to expert parameters, by the parameter's name; the very memory, not copies.
 
     Args:
-        tensors: a module with parameters (or buffers) of the same names; a mapping by name; a sequence of tensors or
-            arrays, as many as all parameters, as those that are trained, or as those of experts, in their order; or
-            one vector of as many elements.
+        tensors: a module with parameters (or buffers) of the same names; a mapping by name; or as many tensors as there
+            are parameters, in their order.
         parameters: of the model, experts as they lie here, in the model's order.
         experts: the names of those of experts.
 
@@ -353,25 +345,25 @@ def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[st
     """
     if isinstance(tensors, nn.Module):
         tensors = {**dict(tensors.named_buffers()), **dict(tensors.named_parameters())}
-    if isinstance(tensors, Mapping):
-        plain = {_plain(name): value for name, value in tensors.items() if isinstance(name, str)}
-        found = {name: plain[_plain(name)] for name in experts if _plain(name) in plain}
-    else:
-        found = {name: one for name, one in _in_order(tensors, parameters, experts).items() if name in experts}
-    missing = next((name for name in experts if name not in found), None)
-    if missing is not None:
-        raise RegistryError(
-            f"nothing in it belongs to {missing}: give a module or a dict with the names of the model's parameters, a "
-            f"list in the order of model.parameters(), or a vector of them"
-        )
-    made = {name: _tensor(value) for name, value in found.items()}
-    for name, tensor in made.items():
+    elif isinstance(tensors, list | tuple) and len(tensors) == len(parameters):
+        tensors = dict(zip(parameters, tensors, strict=True))
+    by_name = tensors if isinstance(tensors, Mapping) else {}
+    plain = {_plain(name): value for name, value in by_name.items() if isinstance(name, str)}
+    found: dict[str, Tensor] = {}
+    for name in experts:
+        tensor = plain.get(_plain(name))
+        if not isinstance(tensor, Tensor):
+            raise RegistryError(
+                f"nothing in it belongs to {name}: give a module or a dict of tensors with the names of the model's "
+                f"parameters, or a list in the order of model.parameters()"
+            )
         if tensor.shape != parameters[name].shape:
             raise RegistryError(
                 f"what belongs to {name} has shape {tuple(tensor.shape)}, and this rank's experts have "
                 f"{tuple(parameters[name].shape)}: make it from the attached model's parameters"
             )
-    return made
+        found[name] = tensor.detach() if tensor.requires_grad else tensor
+    return found
 
 
 def arrays_in(thing: Any) -> Iterator[Any]:
@@ -389,29 +381,154 @@ def arrays_in(thing: Any) -> Iterator[Any]:
             yield from arrays_in(value)
 
 
-def _in_order(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Any]:
-    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    for names in (list(parameters), trained, list(experts)):
-        if isinstance(tensors, Tensor | np.ndarray):
-            sizes = [parameters[name].numel() for name in names]
-            if tensors.ndim == 1 and len(tensors) == sum(sizes):
-                parts = _tensor(tensors).split(sizes)
-                return {name: part.view_as(parameters[name]) for name, part in zip(names, parts, strict=True)}
-        elif isinstance(tensors, list | tuple) and len(tensors) == len(names):
-            return dict(zip(names, tensors, strict=True))
-    return {}
-
-
 def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "") if name.startswith(wrapper) else name.replace(f".{wrapper}", ".")
     return name
 
 
-def _tensor(value: Any) -> Tensor:
-    """An array's own memory."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    if not isinstance(value, Tensor):
-        raise RegistryError(f"a {type(value).__name__} is no tensor")
-    return value.detach() if value.requires_grad else value
+# -- The record of one expert -----------------------------------------------------------------------------------------
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Live memory of one expert on one rank that travels by itself: its row of a tensor, or a range of that; with the
+    ``copies`` of it that are written along, and its ``offset`` in the record."""
+
+    tensor: ExpertTensor
+    memory: Tensor
+    copies: tuple[Tensor, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.memory.nbytes
+
+    def within(self, staged: Tensor, first: int = 0) -> Tensor:
+        """Return its part of a record's bytes from ``first`` on, in its own dtype and shape."""
+        return staged[self.offset - first : self.end - first].view(self.memory.dtype).view(self.memory.shape)
+
+    def write(self, values: Tensor) -> None:
+        """Copy values into the live memory, in place, and into all copies of it."""
+        self.memory.copy_(values)
+        for copied in self.copies:
+            copied.copy_(values.reshape(copied.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Shards of one expert that travel together; ``nbytes`` includes the padding between them."""
+
+    shards: tuple[Shard, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[ExpertTensor, Tensor, tuple[Tensor, ...]]]) -> Record:
+        """Place shards, each given as tensor, memory and copies, one after another."""
+        shards, offset = [], 0
+        for tensor, memory, copies in parts:
+            shards.append(Shard(tensor, memory.detach(), tuple(copy.detach() for copy in copies), offset))
+            offset += _aligned(memory.nbytes)
+        return cls(tuple(shards), offset)
+
+    def pack(self, staged: Tensor) -> None:
+        """Copy the live memory into ``nbytes`` of uint8."""
+        for shard in self.shards:
+            shard.within(staged).copy_(shard.memory)
+
+    def unpack(self, staged: Tensor) -> None:
+        """Copy ``nbytes`` of uint8 into the live memory, in place."""
+        for shard in self.shards:
+            shard.write(shard.within(staged))
+
+
+class End(NamedTuple):
+    """Where a piece of a record leaves or arrives: the home's row on its EP rank, and the rank among those that hold
+    it."""
+
+    row: int
+    part: int
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """What moves with an expert of one layer, in registry order."""
+
+    tensors: tuple[ExpertTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of an expert, with room for the padding of its pieces."""
+        # Each rank that has a range of a row sends that by itself, in up to three parts.
+        return sum(
+            _aligned(one.row_bytes) + (3 * len(one.ranges[0]) * ALIGNMENT if one.ranges else 0) for one in self.tensors
+        )
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks that hold the same experts each keep a range of their state: records travel in pieces."""
+        return any(one.ranges for one in self.tensors)
+
+    def digest(self) -> bytes:
+        """Equal on two ranks when their records can be exchanged. Of a divided one it is of weights and ranges alone:
+        a rank whose ranges are empty does not know what others keep."""
+        rows = [one for one in self.tensors if one.part == "row"]
+        return _digest([f"{one.name} {one.kind} {one.dtype} {tuple(one.row_shape)} {one.ranges or ''}" for one in rows])
+
+    def state_digest(self) -> bytes:
+        """Return bytes that are equal on ranks whose ranges of state can be exchanged; empty: this rank keeps none."""
+        kept: dict[str, list[str]] = {}
+        for one in self.tensors:
+            if one.part != "row":
+                name, _, key = one.name.rpartition("/")
+                kept.setdefault(name, []).append(f"{key} {one.dtype} {one.part}")
+        if len(set(map(tuple, kept.values()))) > 1:
+            raise OptimizerStateError(
+                f"an optimizer that divides experts over ranks keeps other state for some of their tensors: {kept}"
+            )
+        return _digest(next(iter(kept.values()))) if kept else b""
+
+    def row(self, local_slot: int) -> Record:
+        """Return the whole record of the expert in a slot."""
+        return Record.of((one, one.row(local_slot), one.copies_of_row(local_slot)) for one in self.tensors)
+
+    def piece(self, source: End, destination: End, *, here: End) -> Record:
+        """Return what of a record goes from one rank to another, one of them ``here``. What has no ranges is whole
+        on each that holds the expert, and goes to the one at the same place. Of what is divided, weights go from the
+        rank that steps them to all of those, and state from the rank that keeps it to the one that will."""
+        parts: list[tuple[ExpertTensor, Tensor, tuple[Tensor, ...]]] = []
+        for one in self.tensors:
+            memory, copied = one.row(here.row).detach(), one.copies_of_row(here.row)
+            if not one.ranges:
+                if source.part == destination.part:
+                    parts.append((one, memory, copied))
+                continue
+            kept, will_keep = one.ranges[source.row][source.part], one.ranges[destination.row][destination.part]
+            own = one.ranges[here.row][here.part]
+            for first, end in _spans(kept, will_keep, whole=one.part == "row"):
+                part = memory
+                if one.part != "number":
+                    begin = 0 if one.part == "row" else own[0]
+                    part = memory.view(-1)[first - begin : end - begin]
+                    if part.numel() != end - first:
+                        where = f"elements {first} to {end} of an expert"
+                        raise OptimizerStateError(f"{one.name}: {where} are not all here")
+                stepped = own[0] <= first and end <= own[1]  # other memory has what is stepped here alone
+                copies = [copy.view(-1)[first - own[0] : end - own[0]] for copy in copied if stepped]
+                parts.append((one, part, tuple(copies)))
+        return Record.of(parts)
+
+
+def _digest(words: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\n".join(words).encode(), digest_size=16).digest()
+
+
+def _spans(kept: tuple[int, int], will_keep: tuple[int, int], *, whole: bool) -> list[tuple[int, int]]:
+    """What of ``kept`` is in ``will_keep``; or all of it, parted at the ends of that."""
+    first, end = (min(max(place, kept[0]), kept[1]) for place in will_keep)
+    spans = [(kept[0], first), (first, end), (end, kept[1])] if whole else [(first, end)]
+    return [(begin, stop) for begin, stop in spans if begin < stop]

@@ -52,18 +52,13 @@ class WeightMemory:
         """Forget a weight, if it is known."""
         self._weights.pop(name, None)
 
-    def name_of_freed(self) -> str:
-        """Return the name of the first weight that has no storage now, or another number of elements; empty if all
-        have. Between phases ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
+    def why_freed(self) -> str:
+        """Name the first weight that has no storage now, or another number of elements; empty: all have. Between phases
+        ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
         for name, (parts, elements) in self._weights.items():
             if sum(local(part).numel() for part in parts) != elements or not all(map(has_memory, parts)):
-                return name
+                return f"{name}: its memory is freed or of another size: load it first"
         return ""
-
-    def why_freed(self) -> str:
-        """Return a line that names such a weight; empty if there is none."""
-        name = self.name_of_freed()
-        return f"{name}: its memory is freed or of another size: load it first" if name else ""
 
 
 def is_sliced(tensor: Tensor) -> bool:
@@ -96,8 +91,8 @@ def columns(tensor: Tensor) -> slice:
     """Which part of dimension 1 is on this rank; all of it where a tensor is not sliced."""
     if not isinstance(tensor, DTensor):
         return slice(None)
-    width = local(tensor).shape[1]
-    return slice(tensor.device_mesh.get_local_rank() * width, (tensor.device_mesh.get_local_rank() + 1) * width)
+    rank, width = tensor.device_mesh.get_local_rank(), local(tensor).shape[1]
+    return slice(rank * width, (rank + 1) * width)
 
 
 def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
@@ -116,10 +111,8 @@ def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     rows, odd = divmod(tensor.shape[0], holders)
-    if not odd and (tuple(shape), tuple(offset)) == (
-        (rows, *tensor.shape[1:]),
-        (place * rows, *[0] * (tensor.ndim - 1)),
-    ):
+    wanted = (rows, *tensor.shape[1:]), (place * rows, *[0] * (tensor.ndim - 1))
+    if not odd and (tuple(shape), tuple(offset)) == wanted:
         return ""
     return (
         f"of shape {tuple(tensor.shape)} has {tuple(shape)} from {tuple(offset)} on here, not whole experts, equally "

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...placement import Placement
-from .tables import SplitTables
-from .water_filling import RowCounts, SplitSettings, split_for_rank
+from .water_filling import RowCounts, SplitSettings, SplitTables, split_for_rank
 
 
 def record_use(*tensors: Tensor) -> None:
@@ -37,10 +36,9 @@ class SlotTable:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         layers, experts = placement.num_layers, placement.num_experts
+        self.epoch, self.changes_L = placement.epoch, np.zeros(layers, dtype=np.int64)
         # Both maps in one piece: a commit copies both to the device at once.
         self._both_L2E = torch.empty(layers, 2 * experts, dtype=torch.int64, device=device)
-        self.epoch = placement.epoch
-        self.changes_L = np.zeros(layers, dtype=np.int64)
         self._home_LE = self._both_L2E[:, :experts]
         self._logical_LRH = self._both_L2E[:, experts:].unflatten(1, (placement.num_ranks, placement.homes_per_rank))
         self.prepare(placement, range(placement.num_layers))()
@@ -49,13 +47,12 @@ class SlotTable:
         """Return what takes over a placement that differs in these layers, in place, and needs no more memory."""
         rows = np.asarray(layers, dtype=np.int64)
         homes = placement.homes_LRH[rows].reshape(len(rows), -1)
-        new = torch.from_numpy(np.concatenate([placement.require_homes()[rows], homes], axis=1, dtype=np.int64))
-        device = self._both_L2E.device
-        new, index = new.to(device), torch.from_numpy(rows).to(device)
+        new = np.concatenate([placement.require_homes()[rows], homes], axis=1, dtype=np.int64)
+        new_L2E, index = (torch.from_numpy(one).to(self._both_L2E.device) for one in (new, rows))
 
         def take_over() -> None:
-            record_use(new, index)
-            self._both_L2E.index_copy_(0, index, new)
+            record_use(new_L2E, index)
+            self._both_L2E.index_copy_(0, index, new_L2E)
             self.epoch = placement.epoch
             self.changes_L[rows] += 1
 
@@ -74,9 +71,8 @@ class SlotTable:
         """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)"""
         if topk_ids_TK.device.type != "cpu" or not topk_ids_TK.numel():
             return
-        ids_TK = topk_ids_TK.detach().numpy()
+        ids_TK, experts = topk_ids_TK.detach().numpy(), self._home_LE.shape[1]
         lowest, highest = ids_TK.min(), ids_TK.max()
-        experts = self._home_LE.shape[1]
         if lowest < 0 or highest >= experts:
             raise ValueError(
                 f"MoE layer {layer} was given expert ids from {lowest} to {highest}, and its experts are 0 to "
@@ -133,10 +129,9 @@ class BatchSplitter:
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Return what takes over a placement that differs in these layers and needs no more memory."""
-        changed = list(layers)
-        home = None if placement.home is None else placement.home[changed]
-        part = Placement(placement.physical_to_logical[changed], placement.num_experts, placement.num_ranks, home)
-        tables = SplitTables.of(part)
+        changed, homes = list(layers), placement.require_homes()
+        shape = placement.num_experts, placement.num_ranks
+        tables = SplitTables.of(Placement(placement.physical_to_logical[changed], *shape, homes[changed]))
         slots_LEC = torch.from_numpy(tables.copy_slot_LEC.astype(np.int64)).to(self._device)
         new = {layer: (tables.of_layer(index), slots_LEC[index]) for index, layer in enumerate(changed)}
 

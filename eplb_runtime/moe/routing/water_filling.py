@@ -1,5 +1,6 @@
 """Split each expert's tokens over its copies so that the busiest rank has as little as can be, and tell each rank what
-it sends to which copy: numba, on counts. Nothing of torch here.
+it sends to which copy: numba, on counts. Nothing of torch here. What that must know of a placement is laid out once, so
+that each batch only does arithmetic.
 
 Water-filling by Gauss-Seidel: visit the replicated experts in turn and give each the best split for itself, the others
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
@@ -11,18 +12,24 @@ Where ranks are not equally fast, the slowest rank's time is what counts. If all
 has room for s * t tokens. One that counts ``(1 - s) * t`` tokens on top of its own is then as full as the fastest, so
 the split for equal ranks serves. Where not every rank reaches a level (its copies do not bring it enough tokens) t is
 larger than the mean, and halved in between what a split has reached and what none can.
+
+Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C copies of an expert (padded), R ranks,
+N replicated experts (padded).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...placement import Placement
 from ...utils.jit import jit
-from .tables import SplitTables
 
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
 SWEEPS = 16
 """At most. Measured on 6,844 layers (16 to 64 ranks, one to three replica slots a rank, DeepSeek-V3's loads and
 generated ones): after 10 sweeps 29 layers are more than half a percent above the optimum, after 16 none."""
@@ -38,11 +45,66 @@ SPEED_TOLERANCE, SPEED_LEVELS = 1e-3, 12
 
 
 @dataclass(frozen=True, eq=False)
+class SplitTables:
+    """Copies of every expert by rank, and the order in which a sweep visits the replicated ones.
+
+    Args:
+        copy_slot_LEC: int32, the slot of each copy, home first, then ascending; padded with -1.
+        first_rank_LE: int32, the rank of each expert's first copy.
+        order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
+        ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
+        count_LN: int32, how many they are.
+        num_ranks: R.
+        slots_per_rank: S.
+    """
+
+    copy_slot_LEC: Ints
+    first_rank_LE: Ints
+    order_LN: Ints
+    ranks_LNC: Ints
+    count_LN: Ints
+    num_ranks: int
+    slots_per_rank: int
+
+    def of_layer(self, layer: int) -> SplitTables:
+        """Return the tables of one layer, which share memory with these."""
+        arrays = (name for name, value in vars(self).items() if isinstance(value, np.ndarray))
+        return replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in arrays})
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Return whether any expert has more than one copy."""
+        return bool(self.count_LN.any())
+
+    def sum_by_rank(self, quota_LEC: Longs) -> Longs:
+        """int64 ``[L, R]``: tokens of each rank, of those of each copy."""
+        return _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, self.num_ranks)
+
+    @classmethod
+    def of(cls, placement: Placement) -> SplitTables:
+        """Lay out a placement with homes."""
+        slot = np.asarray(placement.logical_to_physical)
+        rank = placement.rank_of(slot).astype(np.int32)
+        count = (slot >= 0).sum(axis=2).astype(np.int32)
+        orders = [sweep_order(rank[layer], count[layer]) for layer in range(placement.num_layers)]
+        width = max(1, max(map(len, orders)))
+        order_LN = np.full((placement.num_layers, width), -1, dtype=np.int32)
+        for layer, order in enumerate(orders):
+            order_LN[layer, : len(order)] = order
+        expert = np.maximum(order_LN, 0)
+        layers = np.arange(placement.num_layers)[:, None]
+        ranks_LNC = np.where(order_LN[:, :, None] < 0, -1, rank[layers, expert]).astype(np.int32)
+        count_LN = np.where(order_LN < 0, 0, count[layers, expert]).astype(np.int32)
+        first = np.ascontiguousarray(rank[:, :, 0])
+        return cls(slot, first, order_LN, ranks_LNC, count_LN, placement.num_ranks, placement.slots_per_rank)
+
+
+@dataclass(frozen=True, eq=False)
 class RowCounts:
     """Rows that this rank sends to each slot, and that each rank sends to its slots; int64, on the host."""
 
-    sent_P: NDArray[np.int64]
-    received_RS: NDArray[np.int64]
+    sent_P: Longs
+    received_RS: Longs
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,20 +124,18 @@ class SplitSettings:
 
 def split_for_rank(
     counts_RE: NDArray[np.integer], tables: SplitTables, rank: int, settings: SplitSettings
-) -> tuple[NDArray[np.int64], RowCounts]:
+) -> tuple[Longs, RowCounts]:
     """Return int64 ``[E, C]``, tokens that ``rank`` sends to each copy of one layer's batch (``tables``: of that layer
     alone), and how many rows go where. A token is served on its own rank or node where the quotas allow."""
-    counts: NDArray[np.int64] = np.ascontiguousarray(counts_RE, dtype=np.int64)
+    counts: Longs = np.ascontiguousarray(counts_RE, dtype=np.int64)
     copy_slot_EC = tables.copy_slot_LEC[0]
     if counts.sum() < settings.least_tokens:
         quota_EC = np.zeros(copy_slot_EC.shape, dtype=np.int64)
         quota_EC[:, 0] = counts.sum(axis=0)
     else:
         quota_EC = split_totals(counts.sum(axis=0)[None], tables, speed_R=settings.speed_R)[0]
-    sent_EC = np.zeros(copy_slot_EC.shape, dtype=np.int64)
-    sent_P = np.zeros(tables.num_ranks * tables.slots_per_rank, dtype=np.int64)
-    received_RS = np.zeros((tables.num_ranks, tables.slots_per_rank), dtype=np.int64)
-    _share_out(counts, copy_slot_EC, quota_EC, rank, settings.ranks_per_node, sent_EC, sent_P, received_RS)
+    node = settings.ranks_per_node
+    sent_EC, sent_P, received_RS = _share_out(counts, copy_slot_EC, quota_EC, rank, node, tables.slots_per_rank)
     return sent_EC, RowCounts(sent_P, received_RS)
 
 
@@ -85,7 +145,7 @@ def split_totals(
     *,
     sweeps: int = SWEEPS,
     speed_R: NDArray[np.float64] | None = None,
-) -> NDArray[np.int64]:
+) -> Longs:
     """Tokens for each copy of each expert.
 
     Args:
@@ -97,21 +157,18 @@ def split_totals(
         int64 ``[L, E, C]``, zero where there is no copy; sums over C are ``totals_LE`` exactly. The busiest rank never
         has more than under the even split.
     """
-    totals: NDArray[np.int64] = np.ascontiguousarray(totals_LE, dtype=np.int64)
+    totals: Longs = np.ascontiguousarray(totals_LE, dtype=np.int64)
     if totals.shape != tables.copy_slot_LEC.shape[:2]:
         raise ValueError(f"counts have shape {totals.shape}, the placement has {tables.copy_slot_LEC.shape[:2]}")
-    quota_LEC = np.zeros(tables.copy_slot_LEC.shape, dtype=np.int64)
     arrays = tables.first_rank_LE, tables.order_LN, tables.ranks_LNC, tables.count_LN
+    quota_LEC: Longs = np.zeros(tables.copy_slot_LEC.shape, dtype=np.int64)
     if speed_R is None:
-        none_LR = np.zeros((len(totals), tables.num_ranks), dtype=np.int64)
-        _split_layers(totals, *arrays, sweeps, none_LR, quota_LEC)
-        return quota_LEC
+        return _split_layers(totals, arrays, sweeps, np.zeros((len(totals), tables.num_ranks), dtype=np.int64))
     least_L = totals.sum(axis=1) / max(float(speed_R.sum()), 1e-12)
     level_L, reached_L, used = least_L, np.full(len(least_L), np.inf), speed_R > 0
     for _ in range(SPEED_LEVELS):
         virtual_LR = np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
-        tried_LEC = np.zeros_like(quota_LEC)
-        _split_layers(totals, *arrays, sweeps, virtual_LR, tried_LEC)
+        tried_LEC = _split_layers(totals, arrays, sweeps, virtual_LR)
         tried_L = (tables.sum_by_rank(tried_LEC)[:, used] / speed_R[used]).max(axis=1, initial=0.0)
         quota_LEC = np.where((tried_L < reached_L)[:, None, None], tried_LEC, quota_LEC)
         least_L = np.where(tried_L > level_L * (1 + SPEED_TOLERANCE), level_L, least_L)
@@ -123,12 +180,7 @@ def split_totals(
 
 
 @jit(error_model="numpy")
-def sweep_copies(
-    ranks_NC: NDArray[np.int32],
-    count_N: NDArray[np.int32],
-    share_NC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
-) -> None:
+def sweep_copies(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs) -> None:
     """Give each replicated expert in turn its best split while the others stand still; in place.
 
     The level is ``(n + sum of the m lowest) / m`` for the largest m whose highest rank still lies under it, found by
@@ -181,13 +233,7 @@ def sweep_copies(
 
 
 @jit(error_model="numpy")
-def go_on(
-    ranks_NC: NDArray[np.int32],
-    count_N: NDArray[np.int32],
-    share_NC: NDArray[np.int64],
-    before_NC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
-) -> None:
+def go_on(ranks_NC: Ints, count_N: Ints, share_NC: Longs, before_NC: Longs, load_R: Longs) -> None:
     """Take each expert's split farther the way it came from ``before_NC``; in place, ``before_NC`` too. Every copy but
     the first goes on by so many eighths, the first takes up the difference; an expert for which that would need less
     than nothing stays."""
@@ -212,13 +258,7 @@ def go_on(
 
 
 @jit(error_model="numpy")
-def is_optimal(
-    ranks_NC: NDArray[np.int32],
-    count_N: NDArray[np.int32],
-    share_NC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
-    slack: int,
-) -> bool:
+def is_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, slack: int) -> bool:
     """Return whether no split can lower the busiest rank by more than ``slack`` units. The certificate: the load of the
     ranks within ``slack`` of the busiest, less what could leave them, spread evenly over them, is a lower bound."""
     peak = load_R.max()
@@ -244,13 +284,7 @@ def is_optimal(
 
 
 @jit(error_model="numpy")
-def sweep_until_optimal(
-    ranks_NC: NDArray[np.int32],
-    count_N: NDArray[np.int32],
-    share_NC: NDArray[np.int64],
-    load_R: NDArray[np.int64],
-    sweeps: int,
-) -> None:
+def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, sweeps: int) -> None:
     """Do Gauss-Seidel sweeps from the split in ``share_NC`` and ``load_R``, in place, until the busiest rank is within
     2 ** -10 of the mean or of the certificate's bound."""
     enough = load_R.sum() // load_R.size
@@ -270,13 +304,7 @@ def sweep_until_optimal(
 
 
 @jit(error_model="numpy")
-def even_shares(
-    totals_E: NDArray[np.int64],
-    order_N: NDArray[np.int32],
-    count_N: NDArray[np.int32],
-    bits: int,
-    share_NC: NDArray[np.int64],
-) -> None:
+def even_shares(totals_E: Longs, order_N: Ints, count_N: Ints, bits: int, share_NC: Longs) -> None:
     """Give each copy of a replicated expert the same, in units of 2 ** -bits, the first few copies one unit more."""
     for index in range(order_N.size):
         copies = count_N[index]
@@ -288,7 +316,7 @@ def even_shares(
 
 
 @jit(error_model="numpy")
-def round_shares(share_NC: NDArray[np.int64], count_N: NDArray[np.int32], bits: int) -> None:
+def round_shares(share_NC: Longs, count_N: Ints, bits: int) -> None:
     """Whole tokens from shares in fixed point that sum to a whole, in place: largest remainder, ties to the earlier."""
     mask = (1 << bits) - 1
     for index in range(count_N.size):
@@ -306,14 +334,7 @@ def round_shares(share_NC: NDArray[np.int64], count_N: NDArray[np.int32], bits: 
 
 
 @jit(error_model="numpy")
-def fill_loads(
-    base_R: NDArray[np.int64],
-    ranks_NC: NDArray[np.int32],
-    count_N: NDArray[np.int32],
-    share_NC: NDArray[np.int64],
-    bits: int,
-    load_R: NDArray[np.int64],
-) -> int:
+def fill_loads(base_R: Longs, ranks_NC: Ints, count_N: Ints, share_NC: Longs, bits: int, load_R: Longs) -> int:
     """Fill ``load_R`` with the ranks' loads, of ``base_R`` tokens and these shares; returns the highest."""
     for rank in range(load_R.size):
         load_R[rank] = base_R[rank] << bits
@@ -324,18 +345,11 @@ def fill_loads(
 
 
 @jit(error_model="numpy")
-def _split_layers(
-    totals_LE: NDArray[np.int64],
-    first_rank_LE: NDArray[np.int32],
-    order_LN: NDArray[np.int32],
-    ranks_LNC: NDArray[np.int32],
-    count_LN: NDArray[np.int32],
-    sweeps: int,
-    virtual_LR: NDArray[np.int64],
-    quota_LEC: NDArray[np.int64],
-) -> None:
-    """Split over ranks that count ``virtual_LR`` tokens on top of their own, into ``quota_LEC``."""
-    widest = quota_LEC.shape[2]
+def _split_layers(totals_LE: Longs, arrays: tuple[Ints, ...], sweeps: int, virtual_LR: Longs) -> Longs:
+    """Split over ranks that count ``virtual_LR`` tokens on top of their own; ``arrays``: of `SplitTables`."""
+    first_rank_LE, order_LN, ranks_LNC, count_LN = arrays
+    widest = ranks_LNC.shape[2]
+    quota_LEC = np.zeros((*totals_LE.shape, widest), dtype=np.int64)
     load_R, share_NC = np.empty_like(virtual_LR[0]), np.zeros((order_LN.shape[1], widest), dtype=np.int64)
     for layer in range(totals_LE.shape[0]):
         totals_E, quota_EC, base_R = totals_LE[layer], quota_LEC[layer], virtual_LR[layer].copy()
@@ -363,21 +377,17 @@ def _split_layers(
         for index in range(order_N.size):
             for copy in range(count_N[index]):
                 quota_EC[order_N[index], copy] = share_NC[index, copy]
+    return quota_LEC
 
 
 @jit(error_model="numpy")
 def _share_out(
-    counts_RE: NDArray[np.int64],
-    copy_slot_EC: NDArray[np.int32],
-    quota_EC: NDArray[np.int64],
-    me: int,
-    ranks_per_node: int,
-    sent_EC: NDArray[np.int64],
-    sent_P: NDArray[np.int64],
-    received_RS: NDArray[np.int64],
-) -> None:
+    counts_RE: Longs, copy_slot_EC: Ints, quota_EC: Longs, me: int, ranks_per_node: int, slots_per_rank: int
+) -> tuple[Longs, Longs, Longs]:
     """Own rank; then each node by itself, sources in order against copies in order; then everybody likewise."""
-    num_ranks, slots_per_rank = received_RS.shape
+    num_ranks, sent_EC = counts_RE.shape[0], np.zeros(quota_EC.shape, dtype=np.int64)
+    sent_P = np.zeros(num_ranks * slots_per_rank, dtype=np.int64)
+    received_RS = np.zeros((num_ranks, slots_per_rank), dtype=np.int64)
     left_R, room_C = np.empty(num_ranks, dtype=np.int64), np.empty(quota_EC.shape[1], dtype=np.int64)
     sent_CR = np.empty((quota_EC.shape[1], num_ranks), dtype=np.int64)
     for expert in range(copy_slot_EC.shape[0]):
@@ -411,3 +421,35 @@ def _share_out(
             if here:
                 for rank in range(num_ranks):
                     received_RS[rank, slot % slots_per_rank] = sent_CR[copy, rank]
+    return sent_EC, sent_P, received_RS
+
+
+@jit
+def _sum_by_rank(quota_LEC: Longs, slot_LEC: Ints, slots_per_rank: int, ranks: int) -> Longs:
+    layers, experts, copies = slot_LEC.shape
+    rank_load_LR = np.zeros((layers, ranks), dtype=np.int64)
+    for layer in range(layers):
+        for expert in range(experts):
+            for copy in range(copies):
+                slot = slot_LEC[layer, expert, copy]
+                if slot < 0:
+                    break
+                rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
+    return rank_load_LR
+
+
+def sweep_order(rank_EC: Ints, count_E: Ints) -> Ints:
+    """Return the replicated experts by greedy coloring, where those of one color share no rank: each gets the least
+    color that none of its ranks has."""
+    several = np.flatnonzero(count_E > 1)
+    replicated: Ints = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
+    color_N, colors_R = [], [0] * (int(rank_EC.max(initial=0)) + 1)  # colors: a bit for each
+    for ranks, count in zip(rank_EC[replicated].tolist(), count_E[replicated].tolist(), strict=True):
+        taken = 0
+        for rank in ranks[:count]:
+            taken |= colors_R[rank]
+        color = ~taken & (taken + 1)
+        for rank in ranks[:count]:
+            colors_R[rank] |= color
+        color_N.append(color.bit_length())
+    return replicated[np.argsort(np.array(color_N, dtype=np.int64), kind="stable")]

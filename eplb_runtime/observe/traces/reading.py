@@ -14,8 +14,8 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...utils.errors import one_line
 from ...utils.files import MIB, FileError, require_readable
+from ...utils.text import one_line
 
 MOST_BYTES = 64 * 1024 * MIB
 _MOST_US = 2.0**62

@@ -1,7 +1,7 @@
 """Lower the busiest rank step by step: swap one of its homes for another rank's, or give one of its experts a replica.
 
-A formula for each pair finds the swap and the few replicas that promise most, as if no other split changed. These are
-tried, with all splits, and the best is taken if what it gains is more than its moves cost.
+A formula for each pair finds the swap and the replica that promise most, as if no other split changed. Both are tried,
+with all splits, and the better one is taken if what it gains is more than its moves cost.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from ...utils.jit import jit
 from ..parameters import PARAMETERS
 from .layer import FloatArray, IntArray, Layer, copy_split, fill_to_level, judge, set_replica, swap_homes
 
-TRIED_REPLICAS, SWEEPS, SURE = PARAMETERS.tried_replicas, PARAMETERS.step_sweeps, PARAMETERS.step_sure
-LEAST_FALL, LOSS_WEIGHT = PARAMETERS.least_fall, PARAMETERS.loss_weight
-STUCK_RANKS, ENOUGH = PARAMETERS.stuck_ranks, PARAMETERS.enough
+SWEEPS, SURE, STUCK_RANKS = PARAMETERS.step_sweeps, PARAMETERS.step_sure, PARAMETERS.stuck_ranks
 """Compiled into what is below."""
 SWAP, REPLICA = 0, 1
 VALUE, HOMES, REPLICAS, KIND, SLOT, OTHER = range(6)
@@ -28,7 +26,7 @@ NOT_HERE, AS_REPLICA, AS_HOME = 0, 1, 2
 
 @jit(error_model="numpy")
 def descend(layer: Layer, track_NX: FloatArray) -> int:
-    """Take steps until none helps, `ENOUGH` is reached or the track is full.
+    """Take steps until none helps or the track is full.
 
     Args:
         layer: tokens are split; where the search ends it is in the state after the last step.
@@ -40,43 +38,37 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
     scenarios = len(layer.load_WE)
     peak_W, tried_W, best_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
     is_stuck_R, stuck, steps = np.zeros(layer.load_WR.shape[1], dtype=np.bool_), 0, 0
-    step_M3, gain_M = np.empty((1 + TRIED_REPLICAS, 3), dtype=np.int64), np.empty(1 + TRIED_REPLICAS)
     token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
     tried_X, best_X = np.empty(6), np.zeros(6)
     goal = _note(layer, peak_W, best_X)
     track_NX[0] = best_X
-    while steps + 1 < len(track_NX) and stuck < STUCK_RANKS and track_NX[steps, VALUE] > ENOUGH:
+    while steps + 1 < len(track_NX) and stuck < STUCK_RANKS:
         rank = _busiest(layer, is_stuck_R)
         if rank < 0:
             break
-        gain_M[:] = 0.0
-        if layer.homes > 1:
-            _find_swap(layer, rank, gain_M, step_M3)
-        if layer.per_rank > layer.homes:
-            _find_replicas(layer, rank, gain_M, step_M3)
         copy_split(layer.token_WP, layer.load_WR, token_WP, load_WR)
-        taken, best_goal = -1, goal - LEAST_FALL
-        for index in range(len(gain_M)):
-            if gain_M[index] <= 0.0:
+        helps, best_goal = False, goal
+        for kind in (SWAP, REPLICA):
+            slot, other = _find_swap(layer, rank) if kind == SWAP else _find_replica(layer, rank)
+            if slot < 0:
                 continue
-            kind, slot, other = step_M3[index, 0], step_M3[index, 1], step_M3[index, 2]
             before = layer.slot_P[slot]
             take(layer, kind, slot, other)
-            fill_to_level(layer, SWEEPS, 0.0)
+            fill_to_level(layer, SWEEPS)
             new_goal = _note(layer, tried_W, tried_X)
             if new_goal < best_goal and _is_sure(peak_W - tried_W):
-                taken, best_goal = index, new_goal
+                helps, best_goal = True, new_goal
+                tried_X[KIND], tried_X[SLOT], tried_X[OTHER] = kind, slot, other
                 best_W, tried_W, best_X, tried_X = tried_W, best_W, tried_X, best_X
                 copy_split(layer.token_WP, layer.load_WR, best_token_WP, best_load_WR)
             take(layer, kind, slot, other if kind == SWAP else before)
             copy_split(token_WP, load_WR, layer.token_WP, layer.load_WR)
-        if taken < 0:
+        if not helps:
             is_stuck_R[rank] = True
             stuck += 1
             continue
-        best_X[KIND], best_X[SLOT], best_X[OTHER] = step_M3[taken, 0], step_M3[taken, 1], step_M3[taken, 2]
-        take(layer, step_M3[taken, 0], step_M3[taken, 1], step_M3[taken, 2])
+        take(layer, int(best_X[KIND]), int(best_X[SLOT]), int(best_X[OTHER]))
         copy_split(best_token_WP, best_load_WR, layer.token_WP, layer.load_WR)
         peak_W, best_W, goal = best_W, peak_W, best_goal
         is_stuck_R[:] = False
@@ -88,10 +80,10 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
 
 @jit
 def _note(layer: Layer, peak_W: FloatArray, row_X: FloatArray) -> float:
-    """Write imbalance and moves into a row of a track; return the goal of the search, with the price of moves."""
-    row_X[VALUE], goal = judge(layer, peak_W)
+    """Write imbalance and moves into a row of a track; return what is to be lowered, with the price of moves."""
+    row_X[VALUE] = judge(layer, peak_W)
     row_X[HOMES], row_X[REPLICAS] = moved(layer)
-    return float(goal + (layer.prices[0] * row_X[HOMES] + layer.prices[1] * row_X[REPLICAS]))
+    return float(row_X[VALUE] + layer.prices[0] * row_X[HOMES] + layer.prices[1] * row_X[REPLICAS])
 
 
 @jit
@@ -161,46 +153,45 @@ def _is_sure(gain_W: FloatArray) -> bool:
 
 
 @jit(error_model="numpy")
-def _find_swap(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -> None:
-    """Find the home of the rank and that of another rank whose exchange lowers the sum of squares most; first entry.
+def _find_swap(layer: Layer, rank: int) -> tuple[int, int]:
+    """Return a home slot of the rank and one of another rank whose exchange lowers the sum of squares most; -1: none.
 
     d tokens from load x to load y lower the two squares by 2 d (x - y - d), at most by (x - y)^2 / 2.
     """
     scenarios, ranks = layer.load_WR.shape
-    size, homes = layer.per_rank, layer.homes
+    size, homes = layer.per_rank, layer.homes if layer.homes > 1 else 0
+    best, found, other = 0.0, -1, -1
     for partner in range(ranks):
         if partner == rank:
             continue
         most = 0.0
         for scenario in range(scenarios):
-            gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
-            most += 0.5 * gap * gap if gap > 0.0 else 0.5 * LOSS_WEIGHT * gap * gap
-        if most <= gain_M[0]:
+            most += 0.5 * (layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]) ** 2
+        if most <= best:
             continue
         own_S = layer.slot_P[rank * size : (rank + 1) * size]
         their_S = layer.slot_P[partner * size : (partner + 1) * size]
-        for slot in range(rank * size, rank * size + homes):
-            for other in range(partner * size, partner * size + homes):
+        for mine in range(rank * size, rank * size + homes):
+            for theirs in range(partner * size, partner * size + homes):
                 gain = 0.0
                 for scenario in range(scenarios):
-                    less = layer.token_WP[scenario, slot] - layer.token_WP[scenario, other]
+                    less = layer.token_WP[scenario, mine] - layer.token_WP[scenario, theirs]
                     gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
-                    change = 2.0 * less * (gap - less)
-                    gain += change if change > 0.0 else LOSS_WEIGHT * change
-                if gain > gain_M[0] and layer.slot_P[slot] not in their_S and layer.slot_P[other] not in own_S:
-                    gain_M[0] = gain
-                    step_M3[0, 0], step_M3[0, 1], step_M3[0, 2] = SWAP, slot, other
+                    gain += 2.0 * less * (gap - less)
+                if gain > best and layer.slot_P[mine] not in their_S and layer.slot_P[theirs] not in own_S:
+                    best, found, other = gain, mine, theirs
+    return found, other
 
 
 @jit(error_model="numpy")
-def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArray) -> None:
-    """Find replica slots of other ranks, and experts of the rank for them, that lower the sum of squares most; from the
-    second entry on, most first.
+def _find_replica(layer: Layer, rank: int) -> tuple[int, int]:
+    """Return a replica slot of another rank, and an expert of the rank for it, that lower the sum of squares most; -1:
+    none.
 
     A slot frees what its replica computes, which then burdens the least loaded rank that also holds that expert.
     """
     scenarios, size = len(layer.load_WR), layer.per_rank
-    last, gap_W, lost_W = len(gain_M) - 1, np.empty(scenarios), np.empty(scenarios)
+    gap_W, lost_W, best, found, taken = np.empty(scenarios), np.empty(scenarios), 0.0, -1, EMPTY
     for slot in range(layer.slot_P.size):
         partner = slot // size
         if partner == rank or slot % size < layer.homes:
@@ -217,22 +208,17 @@ def _find_replicas(layer: Layer, rank: int, gain_M: FloatArray, step_M3: IntArra
                 lost_W[scenario] = 2.0 * freed * (lowest - layer.load_WR[scenario, partner] + freed)
             gap_W[scenario] = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner] + freed
             most += 0.5 * max(gap_W[scenario], 0.0) ** 2 - lost_W[scenario]
-        if most <= gain_M[last]:
+        if most <= best:
             continue
         for source in range(rank * size, (rank + 1) * size):
             expert = layer.slot_P[source]
-            if expert == EMPTY or layer.count_E[expert] == layer.copies_EC.shape[1]:
+            if expert == EMPTY:
                 continue
             gain = 0.0
             for scenario in range(scenarios):
                 gap = max(gap_W[scenario], 0.0)
                 less = min(layer.token_WP[scenario, source], 0.5 * gap)
                 gain += 2.0 * less * (gap - less) - lost_W[scenario]
-            if gain > gain_M[last] and expert not in layer.slot_P[partner * size : (partner + 1) * size]:
-                place = last
-                while place > 1 and gain_M[place - 1] < gain:
-                    gain_M[place], step_M3[place, 0] = gain_M[place - 1], step_M3[place - 1, 0]
-                    step_M3[place, 1], step_M3[place, 2] = step_M3[place - 1, 1], step_M3[place - 1, 2]
-                    place -= 1
-                gain_M[place] = gain
-                step_M3[place, 0], step_M3[place, 1], step_M3[place, 2] = REPLICA, slot, expert
+            if gain > best and expert not in layer.slot_P[partner * size : (partner + 1) * size]:
+                best, found, taken = gain, slot, expert
+    return found, taken

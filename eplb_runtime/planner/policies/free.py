@@ -1,8 +1,9 @@
 """The best static placement in the free layout: replicas anywhere, tokens split evenly over an expert's copies.
 
-DeepSeek's rule begins. Then no rank holds an expert twice, and the busiest rank exchanges an expert, or two, with
-others while that lowers it. ``hierarchical`` keeps all experts of a group on one node, so that group-limited routing
-sends each token to few nodes: exchanges stay within a node.
+DeepSeek's rule begins. Of two slots a rank the heaviest copy goes with the lightest, and replicas go to other experts.
+Then no rank holds an expert twice, and the busiest rank exchanges an expert, or two, with others while that lowers it.
+``hierarchical`` keeps all experts of a group on one node, so that group-limited routing sends each token to few nodes:
+exchanges stay within a node.
 """
 
 from __future__ import annotations
@@ -72,14 +73,52 @@ def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int, groups: int = 
             "a rank would hold an expert twice"
         )
     planned = balance_deepseek(weight, num_ranks * slots_per_rank, groups, num_nodes, num_ranks)[0]
-    for slots_P, weight_E in zip(planned, weight, strict=True):
-        for slot_RS in slots_P.reshape(num_nodes, -1, slots_per_rank):
+    for planned_P, weight_E in zip(planned, weight, strict=True):
+        for slot_RS in planned_P.reshape(num_nodes, -1, slots_per_rank):
+            if slots_per_rank == 2:
+                slot_P = _paired(weight_E, np.bincount(slot_RS.ravel(), minlength=weight_E.size))
+                slot_RS[:] = np.stack([slot_P, slot_P[::-1]], axis=1)[: len(slot_RS)]
             held_RE = np.zeros((len(slot_RS), weight_E.size), dtype=np.int64)
             np.add.at(held_RE, (np.arange(len(slot_RS))[:, None], slot_RS), 1)
             _give_doubles_away(slot_RS, held_RE, weight_E)
             unit_E = weight_E / np.maximum(held_RE.sum(axis=0), 1)
             _exchange(slot_RS, held_RE, unit_E, unit_E[slot_RS].sum(axis=1))
     return planned
+
+
+@jit
+def _paired(weight_E: FloatArray, count_E: NDArray[np.int64]) -> IntArray:
+    """int32 ``[P]``, copies from the lightest to the heaviest. With two slots a rank no placement of these is better
+    than the first with the last, and so on. An expert of the busiest pair gets a copy of another's while that helps."""
+    slot_P, load_P = np.empty(count_E.sum(), dtype=np.int32), np.empty(count_E.sum())
+    least = _pair(weight_E, count_E, slot_P, load_P)
+    while True:
+        gets, loses = -1, -1
+        busy = int(np.argmax(load_P))
+        for one in (slot_P[busy], slot_P[slot_P.size - 1 - busy]):
+            for other in np.flatnonzero(count_E > 1):
+                count_E[one], count_E[other] = count_E[one] + 1, count_E[other] - 1
+                peak = _pair(weight_E, count_E, slot_P, load_P) if other != one else np.inf
+                if peak < STRICTLY * least:
+                    least, gets, loses = peak, int(one), int(other)
+                count_E[one], count_E[other] = count_E[one] - 1, count_E[other] + 1
+        if gets >= 0:
+            count_E[gets], count_E[loses] = count_E[gets] + 1, count_E[loses] - 1
+        _pair(weight_E, count_E, slot_P, load_P)
+        if gets < 0:
+            return slot_P
+
+
+@jit
+def _pair(weight_E: FloatArray, count_E: NDArray[np.int64], slot_P: IntArray, load_P: FloatArray) -> float:
+    """Fill in the copies, lightest first, and the load of each with the one as far from the other end; return the
+    largest."""
+    expert_P = np.repeat(np.arange(count_E.size), count_E)
+    each_P = weight_E[expert_P] / count_E[expert_P]
+    order = np.argsort(each_P, kind="mergesort")
+    slot_P[:] = expert_P[order]
+    load_P[:] = each_P[order] + each_P[order[::-1]]
+    return float(load_P.max())
 
 
 def _give_doubles_away(slot_RS: IntArray, held_RE: NDArray[np.int64], weight_E: FloatArray) -> None:

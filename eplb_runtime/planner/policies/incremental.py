@@ -4,7 +4,7 @@
   over replicas by water-filling.
 - starts (`starts`): the current placement, and placements dealt again.
 - descent (`descent`): from the best starts, relieve the busiest rank step by step.
-- choice: the shortest way that is nearly as good as the best one, by imbalance and what its moves cost; and only where
+- choice: the shortest of the ways that are best by imbalance and what their moves cost; and only where
   the gain is more than noise on scenarios that did not lead the search.
 """
 
@@ -96,8 +96,7 @@ def _prices(request: PlanRequest) -> FloatArray:
         has_replicas, unused_L = start.replica_slots > 0, (start.replicas_LRK == EMPTY).all(axis=(1, 2))
         is_proved = request.gate == "payoff" or not has_replicas
         price_L[:] = PARAMETERS.price_of_all if is_proved else PARAMETERS.price_unproved
-        if is_proved and has_replicas:
-            price_L[request.to_come.moves_on_L] = PARAMETERS.price_moving_on
+        price_L[request.to_come.moves_on_L & has_replicas] = PARAMETERS.price_unproved
         price_L[request.to_come.wanders_L] = PARAMETERS.price_wandering if has_replicas else PARAMETERS.least_price
         price_L[unused_L & has_replicas] = PARAMETERS.first_price
         share = shares(request.to_come.scenarios)  # the share of tokens that go to other experts than on average:
@@ -107,7 +106,7 @@ def _prices(request: PlanRequest) -> FloatArray:
     prices_L2 = np.repeat(price_L[:, None] / request.num_slots, 2, axis=1)
     if request.seconds_per_imbalance is not None:
         bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
-        seconds_2 = PARAMETERS.busiest_link * np.array(request.slot_bytes) / bandwidth / topology.num_ranks
+        seconds_2 = np.array(request.slot_bytes) / bandwidth / topology.num_ranks
         second = HYSTERESIS / max(request.seconds_per_imbalance, 1e-300)
         prices_L2 += np.where(seconds_2 > 0, seconds_2 * second, 0.0)
     return prices_L2
@@ -126,16 +125,14 @@ def _solve(request: PlanRequest, layer: Layer, lead: int | None = None) -> _Solu
         begins += starts(layer, leading.load_WE.mean(axis=0))
     worths = [worth(leading, begin_P)[0] + moved(leading) @ layer.prices for begin_P in begins]
     for number in np.argsort(worths, kind="stable")[: PARAMETERS.starts].tolist():
-        if number and worths[number] > least + PARAMETERS.start_margin:
-            break
         worth(leading, begins[number])
         begin_P, track_NX = leading.slot_P.copy(), np.empty((2 * sum(layer.held_RE.shape) * layer.per_rank, 6))
         track_NX = track_NX[: descend(leading, track_NX) + 1]
         way_N = track_NX[:, VALUE] + track_NX[:, [HOMES, REPLICAS]] @ layer.prices
-        track_NX = track_NX[: int(np.argmax(way_N <= way_N.min() + PARAMETERS.nearly * PARAMETERS.least_gain)) + 1]
+        track_NX = track_NX[: int(way_N.argmin()) + 1]
         value, after_W = worth(judging, after(begin_P, track_NX))
         cost = float(track_NX[-1, [HOMES, REPLICAS]] @ layer.prices)
-        if value + cost < least - PARAMETERS.least_fall:
+        if value + cost < least:
             least, best = value + cost, _Solution(begin_P, track_NX, before_W, after_W, cost)
     return best
 

@@ -21,8 +21,6 @@ from ..parameters import PARAMETERS
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-SPREAD_WEIGHT = PARAMETERS.spread_weight
-
 
 class Layer(NamedTuple):
     """The question about one layer, and the state of the search: arrays that change in place."""
@@ -45,15 +43,12 @@ class Layer(NamedTuple):
 
 
 def begun(layer: Layer, load_WE: FloatArray) -> Layer:
-    """A layer of these scenarios, with room for the replicas of each expert; nothing is placed."""
+    """A layer of these scenarios; nothing is placed."""
     (ranks, experts), slots = layer.held_RE.shape, layer.now_P.size
-    needed = int(np.ceil(load_WE.max(initial=0.0))) + PARAMETERS.spare_replicas
-    replicas = slots - ranks * layer.homes
-    room = PARAMETERS.most_shares // (len(load_WE) * max(min(replicas, experts), 1))
     return layer._replace(
         load_WE=load_WE,
         slot_P=np.empty(slots, dtype=np.int64),
-        copies_EC=np.empty((experts, max(1, min(ranks, max(needed, room), 1 + replicas))), dtype=np.int64),
+        copies_EC=np.empty((experts, min(ranks, 1 + slots - ranks * layer.homes)), dtype=np.int64),
         count_E=np.empty(experts, dtype=np.int64),
         token_WP=np.empty((len(load_WE), slots)),
         load_WR=np.empty((len(load_WE), ranks)),
@@ -64,24 +59,21 @@ def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     """Put a placement into the layer; return what it is worth, the mean and in each scenario."""
     layer.slot_P[:] = slot_P
     split_evenly(layer)
-    fill_to_level(layer, PARAMETERS.sweeps, PARAMETERS.tolerance)
+    fill_to_level(layer, PARAMETERS.sweeps)
     peak_W = np.empty(len(layer.load_WE))
-    return judge(layer, peak_W)[0], peak_W
+    return judge(layer, peak_W), peak_W
 
 
 @jit(error_model="numpy")
 def split_evenly(layer: Layer) -> None:
-    """Find the slots of each expert, and split its tokens evenly over them. Replicas beyond C are dropped."""
-    most, ranks = layer.copies_EC.shape[1], layer.load_WR.shape[1]
+    """Find the slots of each expert, and split its tokens evenly over them."""
+    ranks = layer.load_WR.shape[1]
     layer.count_E[:] = 0
     for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
         for rank in range(ranks):
             for slot in range(rank * layer.per_rank + first, rank * layer.per_rank + last):
                 expert = layer.slot_P[slot]
                 if expert == EMPTY:
-                    continue
-                if layer.count_E[expert] == most:
-                    layer.slot_P[slot] = EMPTY
                     continue
                 layer.copies_EC[expert, layer.count_E[expert]] = slot
                 layer.count_E[expert] += 1
@@ -108,28 +100,18 @@ def copy_split(token_WP: FloatArray, load_WR: FloatArray, to_token_WP: FloatArra
 
 
 @jit(error_model="numpy")
-def fill_to_level(layer: Layer, sweeps: int, tolerance: float) -> None:
-    """Split the tokens of replicated experts so that the busiest rank has less: water-filling, expert by expert.
-
-    Args:
-        sweeps: at most so many passes over all replicated experts.
-        tolerance: a scenario ends when a pass lowers its busiest rank by a smaller share than this.
-    """
+def fill_to_level(layer: Layer, sweeps: int) -> None:
+    """Split the tokens of replicated experts so that the busiest rank has less: water-filling, expert by expert, in so
+    many passes over all of them."""
     several = np.flatnonzero(layer.count_E > 1)
     for scenario in range(len(layer.load_WE)):
         token_P, load_R = layer.token_WP[scenario], layer.load_WR[scenario]
-        before = np.inf
         for _ in range(sweeps):
             for expert in several:
                 if layer.count_E[expert] == 2:
                     _split_in_two(layer, expert, token_P, load_R)
                 else:
                     _split_in_many(layer, expert, token_P, load_R)
-            if tolerance > 0.0:
-                peak = load_R.max()
-                if before - peak < tolerance * peak:
-                    break
-                before = peak
 
 
 @jit(error_model="numpy")
@@ -166,26 +148,14 @@ def _split_in_many(layer: Layer, expert: Any, token_P: FloatArray, load_R: Float
 
 
 @jit(error_model="numpy")
-def judge(layer: Layer, peak_W: FloatArray) -> tuple[float, float]:
-    """Return what the layer is worth and the goal of the search, both to be lowered.
-
-    Args:
-        peak_W: out, the imbalance in each scenario, with what crossing tokens cost.
-
-    Returns:
-        the mean of ``peak_W``; the same with the variance of rank loads.
-    """
-    variance = 0.0
+def judge(layer: Layer, peak_W: FloatArray) -> float:
+    """Return what the layer is worth, to be lowered: the mean of ``peak_W``, which is filled with the imbalance in each
+    scenario, with what crossing tokens cost."""
     for scenario in range(len(layer.load_WR)):
-        peak_W[scenario], squares = 0.0, 0.0
-        for load in layer.load_WR[scenario]:
-            peak_W[scenario] = max(peak_W[scenario], load)
-            squares += (load - 1.0) ** 2
-        variance += squares / layer.load_WR.shape[1]
+        peak_W[scenario] = layer.load_WR[scenario].max()
         if layer.crossing_price > 0.0:
             peak_W[scenario] += layer.crossing_price * _crossing(layer, scenario)
-    worth = peak_W.mean()
-    return worth, worth + SPREAD_WEIGHT * variance / len(peak_W)
+    return float(peak_W.mean())
 
 
 @jit(error_model="numpy")

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import PlacementError
-from ...utils.errors import one_line
 from ...utils.files import MIB, FileError, require_readable
+from ...utils.text import one_line
 
 LoadArray = NDArray[np.float64]
 

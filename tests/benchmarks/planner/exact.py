@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb_runtime.moe.routing.tables import SplitTables
+from eplb_runtime.moe.routing.water_filling import SplitTables
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner.evaluate import predicted_imbalance
 

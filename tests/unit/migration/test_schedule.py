@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placements import some_homes
 
+from eplb_runtime.distributed.consensus import Verdict
+from eplb_runtime.migration.engine import MigrationProgress, PreparedMigration
 from eplb_runtime.migration.exchange import (
     DIRECT_BYTES,
     Records,
@@ -21,10 +24,9 @@ from eplb_runtime.migration.exchange import (
     packed_bytes,
     segments_of,
 )
-from eplb_runtime.migration.overlapped import next_rounds
+from eplb_runtime.migration.overlapped import LATE, Overlapped, next_rounds
 from eplb_runtime.migration.schedule import Round, TransferSchedule, cut_into_permutations, make_schedule
-from eplb_runtime.moe.experts.record import Record, RecordFormat
-from eplb_runtime.moe.experts.registry import ExpertTensor
+from eplb_runtime.moe.experts.registry import ExpertTensor, Record, RecordFormat
 from eplb_runtime.placement import EMPTY, Placement
 
 shapes = st.tuples(
@@ -173,17 +175,28 @@ def test_as_many_bytes_as_may_travel_from_the_last_layers_on(sizes: list[int], m
     assert len(left_out) == 0 or min(left_out) > most - sum(sizes[layer] for layer in layers)
 
 
-def test_a_layer_of_several_rounds_sends_one_after_another() -> None:
-    taken, _ = next_rounds({0: [round_of(3, 0), round_of(4, 0)]}, [1] * 5, {}, 100)
-    assert [round_.number for round_ in taken] == [3]
-
-
-def test_what_was_late_by_itself_is_waited_for_when_nothing_else_is_left() -> None:
-    rounds = {0: [round_of(0, 0)], 1: [round_of(1, 1)]}
-    taken, waited_for = next_rounds(rounds, [1, 1], {0: 0, 1: 1}, 100)
+def test_a_layer_sends_one_round_after_another_and_what_was_late_by_itself_is_waited_for_if_no_other_is_left() -> None:
+    rounds = {0: [round_of(0, 0), round_of(2, 0)], 1: [round_of(1, 1)]}
+    taken, waited_for = next_rounds(rounds, [1] * 3, {0: 0, 1: 1}, 100)
     assert [round_.number for round_ in taken] == [0] and not waited_for
-    taken, waited_for = next_rounds({1: rounds[1]}, [1, 1], {1: 1}, 100)
+    taken, waited_for = next_rounds({1: rounds[1]}, [1] * 3, {1: 1}, 100)
     assert [round_.number for round_ in taken] == [1] and waited_for
+
+
+def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
+    current, slots = Placement.initial(2, 4, 2), np.array([[1, 0, 2, 3]] * 2)
+    schedule = make_schedule(current, Placement(slots, 4, 2, slots), [8, 8], 64, by_layer=True)
+    engine = Mock(bytes_per_step=64, executor=Mock(in_order=False), in_flight_bytes=lambda _: 64)
+    engine.progress, ready = (lambda placement, *_: MigrationProgress(placement)), Future[Any]()
+    ready.set_result((PreparedMigration(schedule, Records({}, (8, 8), (0, 0)), current), Verdict(True)))
+    others = Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), Mock(timeout_seconds=1.0)
+    driver = Overlapped(engine, *others)
+    driver.begin(current, schedule.target, "key")
+    while driver.in_flight and driver._batches < 20:
+        progress = driver.advance()
+        for flight in driver._flights:
+            flight.verdict = Verdict(False, "late", kind=LATE)
+    assert "5 times" in progress.cause
 
 
 # -- Moves within a rank overwrite nothing before it is read; messages of a record hold every byte of it once

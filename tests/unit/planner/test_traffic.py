@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placements import some_homes
 
-from eplb_runtime.moe.routing.tables import SplitTables
-from eplb_runtime.moe.routing.water_filling import SplitSettings, split_for_rank, split_totals
+from eplb_runtime.moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank, split_totals
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, evaluate, plan
 from eplb_runtime.planner.api import checked_sources

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from flat_settings import config_from_settings
+from support.training import config_from_settings
 
 from eplb_runtime.config import BalancerConfig, Trial
 from eplb_runtime.hosts.attaching.trial import descendants, without_replicas

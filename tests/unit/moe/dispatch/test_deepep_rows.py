@@ -22,7 +22,8 @@ from eplb_runtime.config import (
     DispatchConfig,
 )
 from eplb_runtime.distributed.transports import deepep, nvshmem
-from eplb_runtime.moe.dispatch import choosing, wire_format
+from eplb_runtime.moe.dispatch import choosing
+from eplb_runtime.moe.dispatch import deepep as dispatch
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, LowLatency
 from eplb_runtime.topology import Topology
@@ -79,20 +80,20 @@ ODDLY_LYING = {
 def test_router_weights_keep_every_bit_however_they_lie(weights: torch.Tensor, in_float8: bool) -> None:
     (tokens, choices), width = weights.shape, 128 if in_float8 else 33
     for times, given in itertools.product((1, choices), (weights, weights.double())):
-        rows = wire_format.pack(torch.rand(tokens, width).bfloat16(), given, times, in_float8)
-        back = wire_format.unpack_weights(rows, width, choices // times, given.dtype)
+        rows = dispatch.pack(torch.rand(tokens, width).bfloat16(), given, times, in_float8)
+        back = dispatch.unpack_weights(rows, width, choices // times, given.dtype)
         assert torch.equal(back.view(tokens, choices), given)
 
 
 def test_rows_keep_every_bit_there_and_values_with_one_summand_on_the_way_back() -> None:
     rows, values = of_all_bits(3, 4, torch.bfloat16), of_all_bits(3, 1, torch.float32)
-    sent = wire_format.pack(rows, None, 2, in_float8=False)
+    sent = dispatch.pack(rows, None, 2, in_float8=False)
     assert sent.shape == (6, 16), "a multiple of 32 bytes"
-    back = wire_format.unpack(sent, torch.tensor([5, 0]), rows.shape[1])
+    back = dispatch.unpack(sent, torch.tensor([5, 0]), rows.shape[1])
     assert torch.equal(back.view(torch.uint8), rows[[2, 0]].view(torch.uint8))
-    carried = wire_format.pack_sums(rows.nan_to_num(), values)
+    carried = dispatch.pack_sums(rows.nan_to_num(), values)
     summed = (torch.zeros(carried.shape) + carried.float()).to(torch.bfloat16)
-    again, again_values = wire_format.unpack_sums(summed, rows.shape[1], values.shape[1], torch.float32)
+    again, again_values = dispatch.unpack_sums(summed, rows.shape[1], values.shape[1], torch.float32)
     assert torch.equal(again, rows.nan_to_num())
     assert torch.equal(again_values.view(torch.uint8), values.view(torch.uint8))
 
@@ -101,9 +102,9 @@ def test_float8_keeps_some_bits_of_hidden_states() -> None:
     hidden = torch.randn(5, 384, generator=torch.Generator().manual_seed(0)).bfloat16() * 1000
     hidden[0], hidden[1, :128] = 0, float("inf")
     for times in (1, 3):
-        rows, scales = wire_format.pack(hidden, torch.rand(5, 3), times, in_float8=True)
-        assert rows.dtype == wire_format.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
-        back = wire_format.unpack((rows, scales), torch.arange(5) * times, 384)
+        rows, scales = dispatch.pack(hidden, torch.rand(5, 3), times, in_float8=True)
+        assert rows.dtype == dispatch.FLOAT8 and rows.shape == (5 * times, 384) and scales.shape[1] % 4 == 0
+        back = dispatch.unpack((rows, scales), torch.arange(5) * times, 384)
         assert torch.equal(back[0], hidden[0]) and back[1, :128].isnan().all(), "what is not finite stays so"
         torch.testing.assert_close(back[2:], hidden[2:], rtol=1 / 16, atol=20)
         assert not torch.equal(back[2:], hidden[2:])
@@ -124,7 +125,7 @@ def test_float8_keeps_some_bits_of_hidden_states() -> None:
 def test_hidden_states_that_are_not_carried_are_refused(
     width: int, dtype: torch.dtype, in_float8: bool, said: str
 ) -> None:
-    refused = wire_format.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, 8), in_float8)
+    refused = dispatch.refusal(torch.empty(1, width, dtype=dtype), torch.empty(1, 8), in_float8)
     assert said in refused and bool(said) == bool(refused) and "\n" not in refused
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from eplb_runtime.moe.experts.compute import Aligned, SlotCounts, aligned, regroup
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
-from eplb_runtime.moe.experts.record import End, Record, RecordFormat
-from eplb_runtime.moe.experts.registry import ExpertTensor, ExpertTensors, RegistryError
+from eplb_runtime.moe.experts.registry import End, ExpertTensor, ExpertTensors, Record, RecordFormat, RegistryError
 
 RANGES = (((0, 12), (0, 0)), ((0, 5), (5, 12)), ((0, 0), (0, 12)))
 """Of three slots, over two ranks: an expert on the first, one cut, one on the second."""

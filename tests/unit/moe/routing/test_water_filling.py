@@ -17,8 +17,7 @@ from placements import some_homes
 from eplb_runtime.moe.routing import slots as slots_module
 from eplb_runtime.moe.routing import water_filling
 from eplb_runtime.moe.routing.slots import BatchSplitter, SlotTable, record_use
-from eplb_runtime.moe.routing.tables import SplitTables
-from eplb_runtime.moe.routing.water_filling import SplitSettings, split_for_rank
+from eplb_runtime.moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.topology import Topology

@@ -1,11 +1,26 @@
-"""Tables of plain text, 80 columns wide at most: for ``print`` in a training script, without a terminal library."""
+"""Text of our messages: what other libraries say in one line, and tables for ``print`` in a training script."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
 COLUMNS = 80
+"""Of a table at most."""
+_GLOO = re.compile(r"\[\S*gloo/\S*\.(?:cc|h):\d+\] (?P<what>.*?)(?:\. This is typically caused by .*)?$")
+"""A message of gloo has the file and line of its own source before it, and general advice after it."""
+
+
+def one_line(error: BaseException, *, with_type: bool = False) -> str:
+    """Return the first line of an error's message, or the name of its type, which ``with_type`` puts before the message
+    unless the error is one of this package."""
+    kind = type(error)
+    text = (str(error).strip().splitlines() or [kind.__name__])[0]
+    if told := _GLOO.search(text):
+        text = f"gloo: {told['what']}"
+    foreign = with_type and not kind.__module__.startswith("eplb_runtime") and text != kind.__name__
+    return f"{kind.__name__}: {text}" if foreign else text
 
 
 def counted(number: int, noun: str) -> str:
