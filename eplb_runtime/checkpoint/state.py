@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -325,14 +326,13 @@ class JointAccess:
     def together(self, what: str, action: Callable[[], Result]) -> Result:
         """Return the result of an action, which has succeeded on all ranks. Raises what failed on this rank, or
         CheckpointError, which names another rank that failed."""
-        problem: Exception | None = None
         try:
             result = action()
-        except Exception as error:
-            problem = error
-        texts = self.gather_bytes(b"failed" if problem is not None else b"")
-        if problem is not None:
-            raise problem
+        except Exception:
+            with suppress(Exception):  # of ranks that do not come; the cause is this one
+                self.gather_bytes(b"failed")
+            raise
+        texts = self.gather_bytes(b"")
         if failed := [rank for rank, text in zip(self.ranks, texts, strict=True) if text]:
             raise CheckpointError(f"{what}: rank {failed[0]} failed; its own error says why")
         return result

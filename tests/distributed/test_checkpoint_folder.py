@@ -189,9 +189,6 @@ def test_a_rank_that_cannot_write_leaves_files_that_others_are_writing(tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == set(written)
 
 
-# -- in the background -----------------------------------------------------------------------------------------------
-
-
 def save_in_the_background(rank: int, folder: str) -> list[State]:
     """Training goes on, with a commit, while the first save is held; the second one and a load wait for it."""
     model, optimizer, balancer = build(Job())
@@ -229,9 +226,6 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
     states = run_ranks(2, save_in_the_background, str(tmp_path))[0]
     for number, state in enumerate(states):
         assert differing(state, loaded_alone(tmp_path / str(number))) == []
-
-
-# -- pipeline stages -------------------------------------------------------------------------------------------------
 
 
 def save_stages(rank: int, folder: str) -> str:

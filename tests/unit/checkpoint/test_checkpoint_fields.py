@@ -18,6 +18,7 @@ from torch import nn
 
 import eplb_runtime as eplb
 from eplb_runtime.checkpoint import CheckpointError, disk
+from eplb_runtime.checkpoint.state import JointAccess
 
 Place = tuple[str | int, ...]
 
@@ -116,9 +117,6 @@ def test_what_was_registered_and_is_not_now_is_named(caplog: pytest.LogCaptureFi
     assert two.startswith("balancer.register 0.weight/ema and 1 more ahead of the load")
 
 
-# -- A model that several optimizers train, in logical order and in checkpoints, which say in the log where they are
-
-
 def trained(seed: int, steps: int = 2) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -164,3 +162,10 @@ def test_what_fits_no_optimizer_is_refused_in_one_line() -> None:
         eplb.load_logical_state_dict(model, optimizers, state)
     with pytest.raises(TypeError, match="optimizer 1 of the list is a Linear"):
         eplb.logical_state_dict(model, [optimizers[0], model[1]])  # type: ignore[list-item]
+
+
+def test_a_rank_that_fails_says_its_own_error_also_where_others_do_not_come() -> None:
+    alone = JointAccess(None, torch.device("cpu"))
+    alone.gather_bytes = lambda mine: [][0]  # type: ignore[method-assign]
+    with pytest.raises(FileNotFoundError):
+        alone.together("it was not saved", Path("none").stat)
