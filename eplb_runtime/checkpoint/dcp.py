@@ -135,9 +135,7 @@ class FolderOfDCP(Saved):
                     )
             part, of, option = paths.get(fqn, ("", "", ""))
             name = f"optimizer.{of}.{option}" if part == "state" else fqn.removeprefix(prefix)
-            spec = None
-            if isinstance(one, TensorStorageMetadata):
-                spec = TensorSpec(tuple(one.size), one.properties.dtype)
+            spec = TensorSpec(tuple(one.size), one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
             if spec is not None and (part == "state" or fqn.startswith((f"{prefix}model.", f"{prefix}extra."))):
                 self._fqns[name], self.tensors[name] = fqn, spec
             elif part or fqn == f"{prefix}eplb_runtime":

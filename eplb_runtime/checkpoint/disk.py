@@ -74,12 +74,16 @@ def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, forma
     log("saved to", folder, view)
 
 
-def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) -> Future[None]:
+def async_save(
+    folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Literal["safetensors"] = "safetensors"
+) -> Future[None]:
     """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on. The
     thread talks over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or
     loads this model next waits for it. Returns a future that is done when the checkpoint is whole on disk; its
     ``result()`` raises what went wrong."""
     view = LogicalView(model, optimizer)
+    if format != "safetensors":
+        raise CheckpointError(f"async_save writes no format={format!r}: leave it out, or call save(..., format='dcp')")
     view.refuse_freed("async_save")
     before, access = last_save(view), JointAccess.of(view)
     if view.balancer is None:
@@ -399,8 +403,7 @@ class Folder(Saved):
     def __init__(self, folder: Path, marker: Mapping[str, Any]) -> None:
         self.name = str(folder)
         self._files: dict[tuple[str, str], Any] = {}
-        text = (folder / f"numbers-{marker['save']}.json").read_text()
-        numbers = json.loads(text, object_hook=from_json)
+        numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=from_json)
         for file in marker["files"]:
             if file.endswith(".safetensors"):
                 opened, part = _opened(folder / Path(file).name), file.partition("-")[0]

@@ -136,21 +136,21 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
     ``parts``: of what is no optimizer state; none given: all."""
     parts = parts or ("model", "extra")
     known = {entry.key: entry for entry in view.entries(*parts)}
-    for key, entry in known.items():
-        if key not in saved.tensors:
-            raise CheckpointError(f"{saved.name} has no {key}: it was saved from another model")
-        size, shape = view.spec_of(entry).shape, tuple(saved.tensors[key].shape)
-        if shape != size:
-            raise CheckpointError(f"{key} has shape {shape} in {saved.name}, {size} in the model")
+    if missing := next((key for key in known if key not in saved.tensors), ""):
+        raise CheckpointError(f"{saved.name} has no {missing}: it was saved from another model")
     unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
     if unknown and not view.in_stages:
         raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
     view.warn_of_left_out([key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra.")])
     states = _states(view, saved) if view.optimizers else {}
+    of_states = [entry for name, state in states.items() for entry in view.state_entries(name, state)]
+    for entry in (*known.values(), *of_states):
+        size, shape = view.spec_of(entry).shape, tuple(saved.tensors[entry.key].shape)
+        if shape != size:
+            raise CheckpointError(f"{entry.key} has shape {shape} in {saved.name}, {size} in the model")
     options = options_of(view, [g for one in saved.optimizers for g in one["param_groups"]]) if view.optimizers else []
 
     def write() -> None:
-        of_states = [entry for name, state in states.items() for entry in view.state_entries(name, state)]
         saved.fill(view, [*view.entries(*parts), *of_states])
         for name, values in states.items():
             view.set_optimizer_state(name, values)
@@ -182,12 +182,12 @@ def _states(view: LogicalView, saved: Saved) -> dict[str, dict[str, Any]]:
 
 
 def _state_tensor(view: LogicalView, name: str, key: str, saved: TensorSpec) -> Tensor:
-    """Where an entry of optimizer state is read to: the live tensor if it fits, else a new one."""
+    """Where an entry of optimizer state is read to: the live tensor, whose shape is compared later, or a new one."""
     parameter, size = view.parameters[name], torch.Size(saved.shape)
     if view.layer_of(name) is not None and len(size) == parameter.ndim and size[0] == view.num_experts:
         size = torch.Size([parameter.shape[0], *size[1:]])
     old = view.optimizer_state(name).get(key)
-    if isinstance(old, Tensor) and (old.shape, old.dtype) == (size, saved.dtype):
+    if isinstance(old, Tensor) and (old.shape != size or old.dtype == saved.dtype):
         return old
     if isinstance(parameter, DTensor) and size == parameter.shape:
         return torch.empty_like(parameter.detach(), dtype=saved.dtype)

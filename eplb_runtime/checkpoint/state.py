@@ -289,8 +289,7 @@ def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
     """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
-    whole = value_of(entry.tensor)
-    return whole.cpu() if isinstance(entry.tensor, DTensor) else whole.to("cpu", copy=True)
+    return value_of(entry.tensor).to("cpu", copy=True)  # a DTensor in one piece is live memory, too
 
 
 def value_of(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.consensus import Agreement, Verdict, has_another
-from ..distributed.transports.base import Message, Pending, PendingGroup, Transport
+from ..distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
 from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
@@ -230,14 +230,9 @@ class RoundExecutor:
     """Memory and messages for the rounds of one rank; a migration that needs more than ``nbytes`` reserves it."""
 
     def __init__(
-        self,
-        transport: Transport,
-        home_rows: HomeRows,
-        row_rank: int,
-        device: torch.device,
-        nbytes: int,
+        self, transport: Transport, home_rows: HomeRows, row_rank: int, device: torch.device, nbytes: int
     ) -> None:
-        self._transport = transport
+        self._transport, self._posts_whole = transport, True
         self._home_rows = home_rows
         self._row_rank, self._ep_rank = row_rank, row_rank // home_rows.holders
         self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
@@ -258,7 +253,7 @@ class RoundExecutor:
 
     def reconnect(self, transport: Transport) -> None:
         self._transport.close()
-        self._transport = transport
+        self._transport, self._posts_whole = transport, True
         for arena in (self._arrivals, self._departures):
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
@@ -322,7 +317,11 @@ class RoundExecutor:
 
     @torch.no_grad()
     def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
-        """Begin to exchange the experts of a round."""
+        """Begin to exchange the experts of a round. If it fails here nothing more is posted until `reconnect`: others
+        wait for the rest of it, and messages of a later round would arrive in its place."""
+        if not self._posts_whole:
+            raise TransportError("an earlier round was not posted as a whole")
+        self._posts_whole = False
         own = list(self._own(round_, records))
         receives, checksums = self._expect(own, records, exchange)
         departing: dict[int, list[list[Message]]] = defaultdict(list)
@@ -334,6 +333,7 @@ class RoundExecutor:
         sends = [message for experts in departing.values() for expert in experts for message in expert]
         exchange.incoming = self._add(exchange, sends, receives)
         self._add(exchange, self._checksums(departing), checksums)
+        self._posts_whole = True
 
     def arrived(self, exchange: Exchange) -> list[Staged]:
         """Records that have arrived and are not hashed yet, in order."""

@@ -280,9 +280,6 @@ def test_stages_are_saved_together_under_names_of_their_own(tmp_path: Path) -> N
     assert all("rank 0 failed" in text for text in said[1:])
 
 
-# -- one process -----------------------------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
     model = make_model("olmoe")
     optimizer, odd_option = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
@@ -317,6 +314,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "has no optimizer: load it with optimizer=None": lambda: load(tmp_path / "good", model, optimizer),
         "schedule is a builtin_function_or_method, which JSON": lambda: save(tmp_path / "odd", model, odd_option),
         "format='torch' is unknown": lambda: save(tmp_path / "x", model, format="torch"),
+        "async_save writes no format='dcp'": lambda: eplb.checkpoint.async_save(tmp_path / "z", model, format="dcp"),
         "complex.weight.momentum: safetensors has no torch.complex128": lambda: save(tmp_path / "y", odd, odd_dtype),
         "has a model.safetensors, which would be read": lambda: save(tmp_path / "weights", model),
         "has a checkpoint already, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),

@@ -64,10 +64,6 @@ def at(phase: Phase, action: Callable[[Any], None]) -> Probe:
     return lambda now, subject: action(subject) if now is phase and subject else None
 
 
-def at_plans(action: Callable[[bytearray], None]) -> Probe:
-    return lambda phase, subject: action(subject) if phase is Phase.PLANNED else None
-
-
 def raising(kind: type[Exception], text: str) -> Callable[..., Any]:
     def fail(*args: Any, **options: Any) -> Any:
         raise kind(text)  # a new one each time: an old one keeps alive what was on its way when it was raised
@@ -165,9 +161,9 @@ def faults(job: Run) -> Iterator[None]:
         yield
         plan_by(job.balancer, plan_shuffle)
         if rank == 1:
-            engine.probe = at_plans(raising(KeyError, "one rank's own trouble"))
+            engine.probe = at(Phase.PLANNED, raising(KeyError, "one rank's own trouble"))
         yield
-        engine.probe = at_plans(garble) if rank == 1 else unobserved
+        engine.probe = at(Phase.PLANNED, garble) if rank == 1 else unobserved
         yield
         engine.probe = unobserved
         if rank == 1:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.distributed.consensus import Agreement, Ballot
 from eplb_runtime.distributed.store import JobStore
+from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, MigrationProgress, Phase
-from eplb_runtime.migration.schedule import make_schedule
+from eplb_runtime.migration.exchange import Exchange, Records, RoundExecutor
+from eplb_runtime.migration.schedule import Round, make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.routing.slots import SlotTable
 from eplb_runtime.placement import Placement
@@ -30,14 +33,8 @@ CPU = torch.device("cpu")
 
 
 class Cluster:
-    """One rank of a small job: an engine, its live tensors, and maps that follow.
-
-    Args:
-        ep_ranks: of this rank's EP group.
-        layers: that this rank holds.
-        odd: whether this rank's tensors of layer 1 have another shape.
-        timeout: seconds that ranks wait for each other.
-    """
+    """One rank of a small job: an engine, its live tensors of ``layers``, and maps that follow; ``ep_ranks``: of its EP
+    group; ``odd``: its tensors of layer 1 have another shape."""
 
     def __init__(
         self,
@@ -53,18 +50,17 @@ class Cluster:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, RANKS, size)]
         self.groups = [groups[rank // size], dist.new_group(timeout=timedelta(seconds=timeout))]
         self.ep_rank = list(ep_ranks).index(rank)
-        self.registry = ExpertTensors(placement.num_layers, placement.homes_per_rank)
+        self.placement, homes = placement, placement.homes_per_rank
+        self.registry = ExpertTensors(placement.num_layers, homes)
         self.tensors: dict[int, list[torch.Tensor]] = {}
         for layer in layers:
-            shapes = [(placement.homes_per_rank, 5), (placement.homes_per_rank, 3, 4), (placement.homes_per_rank,)]
-            if odd and layer == 1:
-                shapes[0] = (placement.homes_per_rank, 6)
+            shapes = [(homes, 6 if odd and layer == 1 else 5), (homes, 3, 4), (homes,)]
             dtypes = [torch.float32, torch.bfloat16, torch.int64]
             self.tensors[layer] = [torch.empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
             for number, tensor in enumerate(self.tensors[layer]):
                 self.registry.add(layer, f"t{number}", tensor, "buffer")
-        self.placement = placement
-        self.fill()
+                for slot in range(homes):
+                    tensor[slot] = self.expected(layer, slot)
         self.engine = MigrationEngine(
             self.registry,
             TorchPointToPoint(self.groups[0], "gloo", CPU, timeout),
@@ -81,12 +77,6 @@ class Cluster:
         expert = int(self.placement.homes_LRH[layer, self.ep_rank, slot])
         return float(layer * EXPERTS + expert + 1)
 
-    def fill(self) -> None:
-        for layer, tensors in self.tensors.items():
-            for slot in range(self.placement.homes_per_rank):
-                for tensor in tensors:
-                    tensor[slot] = self.expected(layer, slot)
-
     def stands_by(self, placement: Placement) -> bool:
         """Whether every live row is the one that this placement wants, and the maps say the same."""
         self.placement = placement
@@ -97,9 +87,8 @@ class Cluster:
             for tensor in tensors
         )
         home = torch.from_numpy(placement.home.astype("int64"))
-        every = torch.arange(EXPERTS)
-        maps = all(torch.equal(self.table.slots(layer, every), home[layer]) for layer in range(placement.num_layers))
-        return rows and maps
+        slots = [self.table.slots(layer, torch.arange(EXPERTS)) for layer in range(placement.num_layers)]
+        return rows and all(map(torch.equal, slots, home))
 
     def get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         follow = self.table.prepare(placement, layers)
@@ -173,6 +162,16 @@ def fail_after_the_vote(rank: int, in_maps: bool) -> None:
 @pytest.mark.parametrize("in_maps", [False, True])
 def test_a_rank_that_fails_after_an_agreement_is_broken_for_good_and_says_so(in_maps: bool) -> None:
     run_ranks(RANKS, fail_after_the_vote, in_maps)
+
+
+def test_a_rank_that_has_posted_a_part_of_a_round_posts_no_other() -> None:
+    transport, nothing = Mock(), Round(0, np.zeros((0, 4), np.int64), (), ())
+    transport.post.side_effect = (Mock(), MemoryError)
+    executor = RoundExecutor(transport, START.home_rows(), 0, CPU, 0)
+    for error in (MemoryError, TransportError):
+        with pytest.raises(error):
+            executor.post(nothing, Records({}, (), ()), Exchange())
+    assert transport.post.call_count == 2
 
 
 class Allocations(TorchDispatchMode):

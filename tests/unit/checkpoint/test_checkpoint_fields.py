@@ -106,9 +106,8 @@ def test_a_field_that_is_wrong_is_refused_in_a_line_and_nothing_is_changed(
 
 def test_what_was_registered_and_is_not_now_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = model_and_optimizer(1)
-    eplb.load_logical_state_dict(
-        model, None, {**eplb.logical_state_dict(model), "extra.0.weight/ema": torch.ones(2, 3)}
-    )
+    whole = {**eplb.logical_state_dict(model), "extra.0.weight/ema": torch.ones(2, 3)}
+    eplb.load_logical_state_dict(model, None, whole)
     state = eplb.checkpoint.LogicalState(model)
     header = {**json.loads(state.state_dict()["eplb_runtime"]), "extra": ["0.weight/ema", "0.weight/fast"]}
     state.load_state_dict({**state.state_dict(), "eplb_runtime": json.dumps(header)})
@@ -158,7 +157,10 @@ def test_a_folder_keeps_all_of_them(format: str, tmp_path: Path, caplog: pytest.
     assert fresh_optimizers[0].param_groups[0]["lr"] == 0.1
 
 
-def test_what_is_no_optimizer_is_refused_in_one_line() -> None:
-    model, optimizers = trained(0, 0)
+def test_what_fits_no_optimizer_is_refused_in_one_line() -> None:
+    model, optimizers = trained(0)
+    state = {**eplb.logical_state_dict(model, optimizers), "optimizer.0.weight.exp_avg": torch.ones(3, 2)}
+    with pytest.raises(CheckpointError, match=r"exp_avg has shape \(3, 2\) in the state, \(3, 3\) in the model"):
+        eplb.load_logical_state_dict(model, optimizers, state)
     with pytest.raises(TypeError, match="optimizer 1 of the list is a Linear"):
         eplb.logical_state_dict(model, [optimizers[0], model[1]])  # type: ignore[list-item]
