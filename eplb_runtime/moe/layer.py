@@ -50,7 +50,7 @@ class CountedLayer:
     Attributes:
         index: the layer's index among the model's MoE layers.
         before: called with it when a forward begins, before anything is routed; not when one is repeated.
-        calls: forwards so far that gradients can follow.
+        calls: forwards so far that gradients can follow: in training also without, which checkpointing may repeat.
         uncounted: those of them whose tokens did not count, because the model was in evaluation mode.
         counts_in_evaluation: whether load counts outside training; inference has nothing else.
     """
@@ -75,12 +75,12 @@ class CountedLayer:
 
     def _load_counts(self, hidden: Tensor) -> bool:
         """Note a forward that repeats none; returns whether its load counts."""
-        learns, counts = torch.is_grad_enabled(), self._module.training or self.counts_in_evaluation
+        training = self._module.training
+        learns, counts = training or torch.is_grad_enabled(), training or self.counts_in_evaluation
         self.calls += learns
         self.uncounted += learns and not counts and hidden.shape[0] > 0
         # A vector travels in dispatch and in combine, and in training back again in both.
-        vectors = 4 if self._module.training else 2
-        self._counter.token_bytes = vectors * hidden.shape[-1] * hidden.element_size()
+        self._counter.token_bytes = (4 if training else 2) * hidden.shape[-1] * hidden.element_size()
         return counts
 
 

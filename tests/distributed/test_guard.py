@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ from eplb_runtime.events import GuardFinding
 EXPERTS = 8
 
 
-def nothing(*_: Any) -> None:
-    pass
+def nothing(*_: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ class Case:
     ahead: Callable[[Run, int], object] = nothing
     before_step: Callable[[Run, int], object] = nothing
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    layers: int = 1
+    job: Job = field(default_factory=partial(Job, layers=1))
     options: dict[str, object] = field(default_factory=dict)
 
 
 def run(rank: int, case: Case) -> dict[str, Any]:
     settings = {"interval": 4, "lag": 1, "policy": "static", **case.options}
     optimizer = partial(case.optimizer, lr=1e-3)
-    job, losses, error = Run(rank, Job(layers=case.layers, optimizer=optimizer, settings=settings)), [], ""
+    job, losses, error = Run(rank, replace(case.job, optimizer=optimizer, settings=settings)), [], ""
     case.prepare(rank, job.model)
     case.begin(job.attach())
     with heard() as warnings:
@@ -132,7 +131,7 @@ def without_the_experts(job: Run, step: int) -> None:
 
 def between_steps(job: Run, step: int) -> None:
     job.model.eval()
-    with torch.no_grad():
+    with torch.set_grad_enabled(step == 0):
         job.model(input_ids=batch_of(0, step))
     job.model.train()
 
@@ -142,7 +141,7 @@ def experts_of(model: Any) -> nn.Module:
 
 
 MOVED = {"policy": "incremental", "gate": "always"}
-THREE: dict[str, Any] = {"layers": 3, "steps": 5, "options": {"interval": 3, "guard": "warn"}}
+THREE: dict[str, Any] = {"job": Job(layers=3), "steps": 5, "options": {"interval": 3, "guard": "warn"}}
 CASES = {
     "right": Case(10, options=MOVED),
     "off": Case(10, options={**MOVED, "guard": "off"}),
@@ -162,7 +161,7 @@ CASES = {
     "written on one rank, raising": Case(10, before_step=written, options={"guard": "raise"}),
     "one layer, late": Case(**{**THREE, "steps": 13}, ahead=one_layer_late),
     "without the experts": Case(**THREE, ahead=without_the_experts),
-    "evaluations between steps": Case(**THREE, ahead=between_steps),
+    "evaluations between steps": Case(**{**THREE, "job": Job(layers=3, recompute="reentrant")}, ahead=between_steps),
 }
 
 
