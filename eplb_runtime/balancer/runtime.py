@@ -1,4 +1,4 @@
-"""What a running balancer is made of, in one frozen object; and the model of one rank: whether it is as it was
+"""Parts of a running balancer, in one frozen object; and the model of one rank: whether it is as it was
 attached, and its tensors other than experts' parameters.
 
 Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this

@@ -1,4 +1,4 @@
-"""What optimizers have in a checkpoint besides tensors: options of param groups, and state that is a number."""
+"""Optimizers in a checkpoint, but for their tensors: options of param groups, and state that is a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands' arguments share: the parser, a table of options for each command, kinds of values; the loads and
+"""Arguments that commands share: the parser, a table of options for each command, kinds of values; the loads and
 clusters that they name, looked at before the work that needs them."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ logger = logging.getLogger("eplb_runtime")
 _CPU = torch.device("cpu")
 _CLOSING = timedelta(milliseconds=1)
 _NO_TAG = 0x7FFFFF
-"""Of a message that is never sent: one that met a real message of another size would end the process."""
+"""Tag of a message that is never sent: one that met a real message of another size would end the process."""
 _POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
@@ -389,7 +389,7 @@ class Phase(Enum):
     STAGED = "staged"
     """Experts have come. What is staged, perhaps nothing."""
     VERIFIED = "verified"
-    """What came is what left. What is staged."""
+    """Experts came as they left. What is staged."""
     VOTED = "voted"
     """This rank has said yes or no to a round or a plan, and nothing is recorded yet. The verdict of the vote."""
     DECIDED = "decided"

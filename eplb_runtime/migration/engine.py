@@ -37,8 +37,6 @@ _POLL_SECONDS = 0.0003
 
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Record formats by layer, and why there are none."""
-
-
 GetReady = Callable[[Placement, Sequence[int]], Callable[[], None]]
 """Prepares, memory included, everything that follows a placement: called before a vote with the placement after it
 and the layers that differ. The returned function is called after the commit and cannot fail."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig, DispatchConfig
-from ...distributed.consensus import barrier, deviating, first_problem, gather_bytes, has_another
+from ...distributed.consensus import barrier, deviating, first_problem, gather_json, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
 from ...moe.experts.elementwise import check_elementwise
@@ -83,8 +82,7 @@ def check(
     before = spread_of(layers[0].experts) if layers else None
     digests = [xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
     mine = (problem, digests, layers[0].num_experts if layers else 0, before is not None)
-    sent = gather_bytes(json.dumps(mine).encode(), groups.control)
-    said = dict(zip(job.ranks, map(json.loads, sent), strict=True))
+    said = dict(zip(job.ranks, gather_json(mine, groups.control), strict=True))
     for rank, (refused, *_) in said.items():
         if refused:
             raise AttachError(problem or f"rank {rank}: {refused}")

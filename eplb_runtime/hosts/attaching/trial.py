@@ -32,7 +32,7 @@ from ...balancer.balancer import Balancer
 from ...balancer.gradients.reduction import bit_words
 from ...balancer.loop_state import LoopHooks
 from ...config import BalancerConfig, DispatchConfig, Trial
-from ...distributed.consensus import gather_bytes, gather_rows
+from ...distributed.consensus import gather_bytes, gather_json, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
@@ -287,7 +287,7 @@ class TrialRun(LoopHooks):
                 seen[name] = seen.get(name, none) + _sketched(TrialEntry("", "gradient", -1, parameter.grad))[1][1:]
         mine = {name: torch.stack([self._arrived.get(name, none), one]).tolist() for name, one in seen.items()}
         self._arrived.clear()
-        of_ranks = list(map(json.loads, gather_bytes(json.dumps(mine).encode(), self._group)))
+        of_ranks = gather_json(mine, self._group)
         usual = _multiple([one[""] for one in of_ranks if "" in one], of_all=True)
         numbers = {len(job.data_ranks), len(job.edp_ranks), job.ep_size} - {1}
         factors = [factor for number in numbers for factor in (number, 1 / number)]
@@ -308,7 +308,7 @@ class TrialRun(LoopHooks):
         if self._digests is not None:
             self._look_for_kept()
             self._digests.update(self._foreign)
-            of_ranks = list(map(json.loads, gather_bytes(json.dumps(self._digests).encode(), self._group)))
+            of_ranks = gather_json(self._digests, self._group)
             job = self._runtime.job
             copies = [[of_ranks[job.ranks.index(rank)] for rank in ranks] for ranks in job.data_sets]
             named_here = {n for same in copies for n in same[0] if len({one[n] for one in same if n in one}) > 1}
@@ -336,8 +336,7 @@ class TrialRun(LoopHooks):
             for one in (found if self._trial.layout == "moved" else ())
             if (one.is_own or one.content not in known) and (holder := holder_of(one, found))
         ]
-        mine = json.dumps([lines, [one.content for one in found]]).encode()
-        of_ranks = list(map(json.loads, gather_bytes(mine, self._group)))
+        of_ranks = gather_json([lines, [one.content for one in found]], self._group)
         self._meta["unregistered"] = [line for listed, _ in of_ranks for line in listed]
         self._meta["contents"] = sorted({content for _, contents in of_ranks for content in contents})
 

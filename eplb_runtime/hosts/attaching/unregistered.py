@@ -32,7 +32,7 @@ Variables = Sequence[tuple[str, Any]]
 
 
 class Suspect(NamedTuple):
-    """What may be experts, and a checksum of it; ``is_own``: it has the shape of all experts of this rank."""
+    """A tensor that may hold experts, and its checksum; ``is_own``: it has the shape of all experts of this rank."""
 
     value: Tensor
     shape: tuple[int, ...]

@@ -224,13 +224,13 @@ def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
 
 _SCHEDULE = "_eplb_runtime_schedule"
 _SHAPE_METHODS = ("_forward_metadata_inference", "_backward_metadata_inference")
-"""What torch's stages learn shapes by."""
+"""Methods by which torch's stages learn shapes."""
 
 Built = tuple[pipelining.Schedule, list[nn.Module], bool, bool]
 
 
 def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) -> Built:
-    """As the model's own ``pipelining_fn``; its parts remember the schedule, which the Trainer keeps to itself."""
+    """Build the pipeline by the model's ``pipelining_fn``; its parts remember the schedule, which the Trainer hides."""
     built = own(model, **options)
     for part in built[1]:
         part.__dict__[_SCHEDULE] = built[0]
