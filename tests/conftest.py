@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -15,8 +14,6 @@ import pytest
 import torch
 from hypothesis import settings
 from packaging.version import Version
-
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 SECONDS = Path(__file__).with_name("seconds.json")
 """Seconds that the tests of a file took, where these are some: measured with ``EPLB_TEST_SECONDS=write``."""

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from examples import load_example
-from ranks import run_ranks
+from support.examples import load_example
+from support.ranks import run_ranks
 from support.seen import assert_refused, same
 from support.shuffle import plan_by, plan_shuffle
 from support.training import config_from_settings

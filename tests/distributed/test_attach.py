@@ -17,10 +17,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused, differing, said_by
 from torch import nn
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import make_model
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run, Trace, changing, moved, static, train, train_all
+from support.moe_models import make_model
+from support.ranks import run_ranks
 from support.seen import differing, said_by
 from support.shuffle import plan_newest
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
-from ranks import run_ranks
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused, differing, digests
 from support.shuffle import with_replicas
 from support.training import config_from_settings

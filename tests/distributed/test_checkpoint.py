@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from safetensors.torch import load_file
 from support import training
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused, differing
 from support.shuffle import plan_by, plan_shuffle
 from torch import nn

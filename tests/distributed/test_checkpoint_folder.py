@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import make_model
-from pipeline_models import make_stages
-from ranks import run_ranks
 from safetensors.torch import load_file
 from support import training
+from support.moe_models import make_model
+from support.pipeline_models import make_stages
+from support.ranks import run_ranks
 from support.seen import assert_refused, differing, heard, said_by
 from test_checkpoint import Job, State, build, loaded_alone, save_and_go_on, train
 from torch import nn

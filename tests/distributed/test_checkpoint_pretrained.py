@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import FAMILIES, batch_of, make_model
-from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import training
+from support.moe_models import FAMILIES, batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused, same
 from test_export import EXPERTS, scrambled
 from torch import nn

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import heard, said_by
 
 import eplb_runtime as eplb

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import symmetric_memory_double as double
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
+from support import symmetric_memory_double as double
 from support import training
 from support.loops import Layout, spread
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused, same
 from support.shuffle import with_replicas
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from support.job import Job, Run
+from support.ranks import run_ranks
 from support.seen import assert_refused
 
 import eplb_runtime as eplb

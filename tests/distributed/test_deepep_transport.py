@@ -7,13 +7,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import deepep_double
 import pytest
 import torch
 import torch.distributed as dist
-import transport_contract as contract
-from ranks import run_ranks
-from transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
+from support import deepep_double
+from support import transport_contract as contract
+from support.ranks import run_ranks
+from support.transport_contract import RANKS, Case, hear, others, random_bytes, run_cases, soon, tell
 
 from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep

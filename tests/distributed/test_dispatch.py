@@ -12,11 +12,11 @@ from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
-import deepep_double
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_contract import (
+from support import deepep_double
+from support.dispatch_contract import (
     BATCHES,
     PLACEMENTS,
     SLOTS,
@@ -28,7 +28,7 @@ from dispatch_contract import (
     row_counts,
     there_and_back,
 )
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import deepep as transport

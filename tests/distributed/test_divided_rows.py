@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from support.seen import assert_refused, same
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from eplb_runtime.cli import main
 from eplb_runtime.distributed import bandwidth

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of
-from ranks import run_ranks
 from support.job import Job, Run
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import said_by, same
 from support.shuffle import plan_by
 

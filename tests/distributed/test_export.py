@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live_memory import LiveMemory
-from moe_models import FAMILIES, make_model
-from ranks import run_ranks
 from safetensors.torch import load_file
 from support import training
+from support.live_memory import LiveMemory
+from support.moe_models import FAMILIES, make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused, said_by, same
 from torch import nn
 

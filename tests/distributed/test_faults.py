@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import beside
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of
-from ranks import run_ranks
-from support import training
+from support import beside, training
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import said_by
 from support.shuffle import plan_by, plan_shuffle
 

@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from ranks import run_ranks
-from recording import first_calls_not_made_by_all, record
 from support.job import Job, Run
+from support.ranks import run_ranks
+from support.recording import first_calls_not_made_by_all, record
 from support.shuffle import plan_by, plan_shuffle
 
 import eplb_runtime as eplb

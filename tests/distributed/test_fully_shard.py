@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from moe_models import make_model
-from ranks import run_ranks
 from support import training
 from support.loops import Layout, Spread
+from support.moe_models import make_model
+from support.ranks import run_ranks
 from support.seen import assert_refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import heard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from dispatch_contract import BATCHES, SLOTS, Batch, there_and_back
-from host_waits import HostWaitsError, no_waits
-from moe_models import VOCABULARY, batch_of, make_model
-from ranks import run_ranks
 from support import training
+from support.dispatch_contract import BATCHES, SLOTS, Batch, there_and_back
+from support.host_waits import HostWaitsError, no_waits
 from support.job import Job, Run
+from support.moe_models import VOCABULARY, batch_of, make_model
+from support.ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalancePlanned

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

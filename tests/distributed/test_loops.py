@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_models import FAMILIES
-from ranks import run_ranks
 from support.loops import EXPERTS, Layout, Spread, any_scripts, far_off
+from support.moe_models import FAMILIES
+from support.ranks import run_ranks
 from support.seen import said_by
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import differing, digests, heard
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
-from ranks import run_ranks
 from support import megatron_standins as standins
 from support.megatron_jobs import (
     MICRO_BATCHES,
@@ -25,6 +24,7 @@ from support.megatron_jobs import (
     sharded,
     trained,
 )
+from support.ranks import run_ranks
 from test_megatron_rows import ROWS
 
 import eplb_runtime as eplb

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import test_megatron
-from newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
-from ranks import rows_of, run_ranks
 from support import megatron_standins as standins
 from support.megatron_jobs import Row, assert_moved_without_a_change, traces
+from support.newer_megatron import MUON, MUON_VERSION, NEWER, WHY_NOT, on_newer
+from support.ranks import rows_of, run_ranks
 from test_megatron_rows import ROWS as OLDER
 from test_megatron_rows import TOP_3
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import rows_of, run_ranks
 from support import megatron_standins as standins
 from support.megatron_jobs import (
     OFFLOADED,
@@ -24,6 +23,7 @@ from support.megatron_jobs import (
     traces,
     whole,
 )
+from support.ranks import rows_of, run_ranks
 
 import eplb_runtime as eplb
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eplb_runtime.distributed.consensus import Agreement, Ballot

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import support.job
 import torch
-from beside import RANKS, Run, at, fail, flip_a_bit
-from moe_models import batch_of
-from ranks import run_ranks
+from support.beside import RANKS, Run, at, fail, flip_a_bit
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration import overlapped

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_models import EXPERTS, HIDDEN, TOP_K, make_stages, micro_batch
-from ranks import run_ranks
-from stream_double import Module
 from support import training
+from support.pipeline_models import EXPERTS, HIDDEN, TOP_K, make_stages, micro_batch
+from support.ranks import run_ranks
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support.stream_double import Module
 from test_pipelining import AT_ONCE, STEPS, TOKENS, batches, differing, renamed, start, whole
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import heard
 from support.shuffle import plan_shuffle
 from torch import nn

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
-from optimizer_table import Outcome, optimizers_of, outcomes
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run
+from support.moe_models import batch_of, make_model
+from support.optimizer_table import Outcome, optimizers_of, outcomes
+from support.ranks import run_ranks
 from support.seen import said_by
 from torch import nn
 

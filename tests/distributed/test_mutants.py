@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS
+from support.mutants import MUTANTS
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1300)]
 

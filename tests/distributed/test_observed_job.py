@@ -10,9 +10,9 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 import torch.distributed as dist
-from moe_models import batch_of
-from ranks import run_ranks
 from support.job import Job, Run
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceCommitted

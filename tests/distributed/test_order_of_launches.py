@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from beside import RANKS, Run
-from ranks import run_ranks
+from support.beside import RANKS, Run
+from support.ranks import run_ranks
 
 from eplb_runtime.distributed import process_groups
 from eplb_runtime.events import RebalanceCommitted

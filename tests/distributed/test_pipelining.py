@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_models import EXPERTS, HIDDEN, VOCABULARY, Stage, make_stages, micro_batch
-from ranks import rows_of, run_ranks
+from support.pipeline_models import EXPERTS, HIDDEN, VOCABULARY, Stage, make_stages, micro_batch
+from support.ranks import rows_of, run_ranks
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining

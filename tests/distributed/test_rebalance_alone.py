@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of
-from ranks import run_ranks
 from support.job import Job, Run
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import heard, said_by, same
 from support.shuffle import plan_by, wait_until_compiled
 from test_rollout_phases import Phases

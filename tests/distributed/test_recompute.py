@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
 from support.job import Job, Run, changing
+from support.ranks import run_ranks
 from support.training import undone
 
 import eplb_runtime as eplb

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from examples import load_example
-from moe_models import batch_of, make_model
 from numpy.typing import NDArray
-from ranks import run_ranks
 from support import training
+from support.examples import load_example
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import said_by
 from torch import nn
 from torch.nn import functional

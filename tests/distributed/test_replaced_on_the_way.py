@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from beside import Run
-from moe_models import batch_of
-from ranks import run_ranks
+from support.beside import Run
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 
 from eplb_runtime.events import BalancingPaused, RebalanceCommitted
 

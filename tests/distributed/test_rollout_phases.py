@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from examples import load_example
-from ranks import run_ranks
 from support import training
+from support.examples import load_example
+from support.ranks import run_ranks
 from support.seen import differing, digests, said_by
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 from torch import Tensor, nn

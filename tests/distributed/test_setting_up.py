@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import heard, said_by
 
 import eplb_runtime as eplb

@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import titan_dispatch_double
 import torch
-from examples import load_example
-from ranks import rows_of, run_ranks
+from support import titan_dispatch_double
+from support.examples import load_example
+from support.ranks import rows_of, run_ranks
 from support.titan_jobs import STEPS, Row, Run, begin, compute_in_float64, found_of, with_settings
 
 from eplb_runtime import DispatchConfig

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import VOCABULARY, make_model
-from ranks import run_ranks
+from support.moe_models import VOCABULARY, make_model
+from support.ranks import run_ranks
 from support.seen import same
 from support.shuffle import plan_by, plan_shuffle
 from support.training import config_from_settings

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
-from moe_models import batch_of, make_model
-from ranks import run_ranks
 from support import training
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import differing, digests, said_by
 from support.shuffle import plan_by, plan_shuffle
 from test_trainer import Moving, trainer_of

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import symmetric_memory_double
 import torch
 import torch.distributed as dist
-from nvshmem_double import Double
-from ranks import run_ranks
+from support import symmetric_memory_double
+from support.nvshmem_double import Double
+from support.ranks import run_ranks
 from support.seen import heard, said_by
-from transport_contract import (
+from support.transport_contract import (
     CASES,
     RANKS,
     Case,

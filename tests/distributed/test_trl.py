@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from examples import load_example
-from ranks import run_ranks
+from support.examples import load_example
+from support.ranks import run_ranks
 from support.seen import digests
 from support.shuffle import plan_by, plan_shuffle
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of
-from ranks import run_ranks
 from support.job import Job, Run, moved
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import differing, said_by
 from torch import Tensor
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.training import undone
 
 import eplb_runtime as eplb

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import INTERVAL, RANKS, Run, at
-from ranks import run_ranks
+from support.beside import INTERVAL, RANKS, Run, at
+from support.ranks import run_ranks
 from support.seen import said_by, same
 from support.shuffle import plan_by, plan_shuffle
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from examples import load_example
-from ranks import run_ranks
 from support import megatron_standins as standins
+from support.examples import load_example
 from support.megatron_jobs import Job, needs_megatron
+from support.ranks import run_ranks
 from support.seen import differing
 from torch import Tensor
 

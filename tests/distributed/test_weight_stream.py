@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from live_memory import LiveMemory
-from moe_models import batch_of
-from ranks import run_ranks
 from support import training
 from support.job import Job, Run
+from support.live_memory import LiveMemory
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import differing, heard, said_by
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion

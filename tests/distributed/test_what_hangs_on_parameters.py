@@ -7,9 +7,9 @@ from collections.abc import Callable
 from copy import deepcopy
 
 import torch
-from moe_models import batch_of
-from ranks import run_ranks
 from support.job import Job, Run
+from support.moe_models import batch_of
+from support.ranks import run_ranks
 from support.seen import digests, heard, said_by
 from test_rollout_phases import attached, step
 from torch import Tensor, nn

@@ -13,10 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from examples import FOLDER
-from scripts import run_script
+from support import forked
+from support.examples import FOLDER
+from support.scripts import run_script
 
 from eplb_runtime.observe.traces import analyse, traces_in
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from examples import FOLDER, load_example
-from ranks import run_ranks
-from scripts import run_script
+from support.examples import FOLDER, load_example
+from support.ranks import run_ranks
+from support.scripts import run_script
 from torch.nn import functional
 
 import eplb_runtime as eplb

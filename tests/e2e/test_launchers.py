@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from observed import records
+from support.observed import records
 
 from eplb_runtime.observe.events_file import NAME, LineFile
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from observed import LAYERS, RANKS, TOPOLOGY, decisions, records, start
-from scraping import MONITORING, ask, prometheus_of, scraped, wait_until
+from support.observed import LAYERS, RANKS, TOPOLOGY, decisions, records, start
+from support.scraping import MONITORING, ask, prometheus_of, scraped, wait_until
 
 from eplb_runtime import BalancerConfig
 from eplb_runtime.load.clock import Progress

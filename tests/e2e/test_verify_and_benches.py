@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import forked
-import misuse
 import pytest
-import served
 import torch
-from ranks import run_ranks
+from support import forked, misuse, served
+from support.ranks import run_ranks
 
 from eplb_runtime.cli import main
 from eplb_runtime.tools.bench import train as bench_train

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
 from device import NCCL, SHARED, device_of  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from support.ranks import run_ranks  # noqa: E402
 
 REPEATS = 5
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.transports import nixl, symmetric

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE, on_gpu, ranks_on_gpu
-from transport_contract import random_bytes, soon
+from support.transport_contract import random_bytes, soon
 
 from eplb_runtime.config import DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep

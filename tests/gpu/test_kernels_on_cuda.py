@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from device import DEVICE, no_host_sync
-from water_filling_torch import assign_slots
+from support.water_filling_torch import assign_slots
 
 from eplb_runtime.load.counter import HostCopy, LoadCounter
 from eplb_runtime.moe import kernel_selection, kernels

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from device import on_gpu, ranks_on_gpu
-from examples import FOLDER, load_example
+from support.examples import FOLDER, load_example
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import device_of, on_gpu, ranks_on_gpu, why_not
-from transport_contract import CASES, RANKS, Case, run_cases, soon
+from support.transport_contract import CASES, RANKS, Case, run_cases, soon
 
 from eplb_runtime.distributed.bandwidth import measure
 from eplb_runtime.distributed.transports import TRANSPORTS

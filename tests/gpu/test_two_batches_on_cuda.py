@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device import DEVICE, no_host_sync, on_gpu, ranks_on_gpu
-from moe_models import batch_of, make_model
+from support.moe_models import batch_of, make_model
 from support.shuffle import plan_by, plan_shuffle
 from torch import Tensor
 

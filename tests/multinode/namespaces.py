@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from scripts import start_script
+from support.scripts import start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from examples import load_example
 from namespaces import ROOT, Cluster, MakeCluster
-from ranks import compile_once
 from slurm import NODES, Slurm, missing
+from support.examples import load_example
+from support.ranks import compile_once
 from torch.nn import functional
 
 pytestmark = [pytest.mark.multinode, pytest.mark.slow]

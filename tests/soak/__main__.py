@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
-import ranks  # noqa: E402
+from support import ranks  # noqa: E402
 
 from tests.benchmarks.harness import command  # noqa: E402
 

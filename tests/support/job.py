@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
+from support.moe_models import batch_of, make_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from newer_megatron import on_newer
-from ranks import run_ranks
+from support.newer_megatron import on_newer
+from support.ranks import run_ranks
 from torch import Tensor
 
 import eplb_runtime as eplb

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from examples import FOLDER, load_example
-from flex_dispatch_double import use as flex  # noqa: F401
-from fused_adam_double import install as fused_adam  # noqa: F401
+from support.examples import FOLDER, load_example
+from support.flex_dispatch_double import use as flex  # noqa: F401
+from support.fused_adam_double import install as fused_adam  # noqa: F401
 from torch import Tensor, nn
 
 

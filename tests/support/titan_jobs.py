@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import titan_dispatch_double
 import torch
-from examples import FOLDER, load_example
+from support import titan_dispatch_double
+from support.examples import FOLDER, load_example
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

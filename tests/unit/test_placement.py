@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placements import free_placements, home_placements
+from support.placements import free_placements, home_placements
 
 from eplb_runtime.placement import EMPTY, Placement, PlacementError
 

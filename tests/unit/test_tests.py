@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS
+from support.mutants import MUTANTS
 
 TESTS = Path(__file__).parents[1]
 
@@ -36,7 +36,7 @@ def test_what_runs_by_hand_alone_takes_from_the_package_what_it_has(folder: str)
 
 @cache
 def sources() -> Mapping[str, Path]:
-    """Modules of the tests, by name: each folder is on the path."""
+    """Modules of the tests, by name."""
     return {path.stem: path for path in TESTS.rglob("*.py") if path.stem != "__init__"}
 
 
@@ -45,8 +45,8 @@ def missing(text: str, files: Mapping[str, Path]) -> Iterator[str]:
     tree = ast.parse(text)
     known_as = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            known_as.update({alias.asname or alias.name: alias.name for alias in node.names if alias.name in files})
+        if isinstance(node, ast.ImportFrom) and node.module == "support":
+            known_as.update({alias.asname or alias.name: alias.name for alias in node.names})
         elif isinstance(node, ast.ImportFrom) and (module := str(node.module).removeprefix("support.")) in files:
             yield from (f"{module}.{one.name}" for one in node.names if one.name not in names_of(module))
     for node in ast.walk(tree):

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
 from numpy.typing import NDArray
+from support.moe_models import batch_of, make_model
 from torch import Tensor
 
 import eplb_runtime as eplb

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from moe_models import batch_of, make_model
+from support.moe_models import batch_of, make_model
 from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
 
 import eplb_runtime as eplb

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import make_model
+from support.moe_models import make_model
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode

@@ -51,7 +51,7 @@ def source(names: list[str]) -> str:
             continue
         seen.add(name)
         texts.append(path.read_text())
-        for module in re.findall(r"^ *(?:import|from) (?:support\.)?(\w+)", texts[-1], re.MULTILINE):
+        for module in re.findall(r"^ *(?:import|from(?: support\.| support import|)) *(\w+)", texts[-1], re.M):
             left += [f"{module}.py", f"support/{module}.py", f"distributed/{module}.py"]
     return "\n".join([*texts, *(path.read_text() for path in sorted((ROOT / "launch/examples").glob("*.py")))])
 

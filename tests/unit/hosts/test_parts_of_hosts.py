@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples import load_example
+from support.examples import load_example
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_models import FAMILIES, make_model
+from support.moe_models import FAMILIES, make_model
 from torch.overrides import TorchFunctionMode
 
 from eplb_runtime.hosts.transformers import compute as room

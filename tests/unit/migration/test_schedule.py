@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from placements import some_homes
+from support.placements import some_homes
 
 from eplb_runtime.distributed.consensus import Verdict
 from eplb_runtime.migration.engine import MigrationProgress, PreparedMigration

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from observed import CONFIG, RANKS, TOPOLOGY, decisions, job, records, start, troubles
+from support.observed import CONFIG, RANKS, TOPOLOGY, decisions, job, records, start, troubles
 
 from eplb_runtime.cli import main
 from eplb_runtime.events import Event, EventLog, LoadMeasured, RebalancePlanned, Suspended, SuspensionEnded

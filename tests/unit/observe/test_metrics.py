@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observed import (
+from support.observed import (
     CONFIG,
     EXPERT_BYTES,
     INTERVAL,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placements import some_homes
+from support.placements import some_homes
 
 import eplb_runtime
 from eplb_runtime.placement import EMPTY, Placement

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from placements import some_homes
+from support.placements import some_homes
 
 from eplb_runtime.moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank, split_totals
 from eplb_runtime.placement import Placement

@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import symmetric_memory_double as double
 import torch
+from support import symmetric_memory_double as double
 from test_tree import HOMES, some_copies
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory

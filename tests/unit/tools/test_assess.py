@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, records
-from observed import job as job_record
+from support.observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, records
+from support.observed import job as job_record
 
 from eplb_runtime.cli import main
 from eplb_runtime.load.series import RecordedJob

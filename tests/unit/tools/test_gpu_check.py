@@ -85,7 +85,7 @@ def test_each_call_fits_its_limit_and_names_files_that_are_there(check: ModuleTy
         assert sum(one.seconds for one in check.STAGES if one.call == call) <= most <= (570 if call else 300)
     for one in check.STAGES:
         files = [ROOT / part for part in one.command if part.startswith("tests/")]
-        text = "".join(path.read_text() for path in [*files, ROOT / "tests/transport_contract.py"])
+        text = "".join(path.read_text() for path in [*files, ROOT / "tests/support/transport_contract.py"])
         words = re.findall(r"\w+", one.command[-1]) if "-k" in one.command else []
         assert [word for word in words if word not in text and word not in ("and", "or", "not")] == [], "no test has it"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from nvshmem_double import Double
+from support.nvshmem_double import Double
 
 from eplb_runtime.distributed.transports import base, nvshmem, symmetric, windows
 from eplb_runtime.distributed.transports.base import Message, Pending, TransportError

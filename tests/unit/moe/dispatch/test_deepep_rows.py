@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deepep_double
 import pytest
 import torch
 import torch.distributed as dist
+from support import deepep_double
 
 from eplb_runtime.config import (
     BalancerConfig,

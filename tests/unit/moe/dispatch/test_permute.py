@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from host_waits import HostWaitsError, no_waits
-from stream_double import Memory, Module
+from support.host_waits import HostWaitsError, no_waits
+from support.stream_double import Memory, Module
 from torch import Tensor
 
 from eplb_runtime.moe.dispatch import permute

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import kernels as bench
+from support.water_filling_torch import assign_slots
 from torch import Tensor
-from water_filling_torch import assign_slots
 
 from eplb_runtime.load.counter import LoadCounter
 from eplb_runtime.moe import kernel_selection, kernels

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import water_filling_torch
 from benchmarks.planner.exact import lowest_peaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placements import some_homes
+from support import water_filling_torch
+from support.placements import some_homes
 
 from eplb_runtime.moe.routing import slots as slots_module
 from eplb_runtime.moe.routing import water_filling

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 
 import torch
-from ranks import compile_once, server_for, start
+from support.ranks import compile_once, server_for, start
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_script(

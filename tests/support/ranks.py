@@ -25,7 +25,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import FAMILIES
+from support.moe_models import FAMILIES
 from torch.distributed import distributed_c10d
 
 from eplb_runtime.balancer import decision
@@ -40,19 +40,19 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
-    *(f"eplb_runtime.hosts.transformers.{part}" for part in ("describe", "export", "weights")),
+    *(f"eplb_runtime.hosts.transformers.{part}" for part in ("describe", "folders")),
     "eplb_runtime.tools.verification",
     "logging.handlers",
     "pytest",
-    "moe_models",
-    "ranks",
+    "support.moe_models",
+    "support.ranks",
 ]
 """What ranks would import otherwise, each for itself: seconds of every test."""
 PRELOAD_OF = {
-    "megatron_jobs": ["megatron_ranks"],
-    "test_megatron": ["megatron_ranks"],
-    "test_walks": ["megatron_ranks"],
-    "newer_megatron": ["newer_megatron_ranks"],
+    "megatron_jobs": ["support.megatron_ranks"],
+    "test_megatron": ["support.megatron_ranks"],
+    "test_walks": ["support.megatron_ranks"],
+    "newer_megatron": ["support.newer_megatron_ranks"],
 }
 """What ranks import besides, by the name of the module of what they do: the longest that it begins with."""
 FINISH_SECONDS = float(os.environ.get("EPLB_TEST_FINISH_SECONDS", "240"))
@@ -163,7 +163,7 @@ def _failed(folder: Path, rank: int) -> bool:
 def server_for(module: str, environment: Mapping[str, str]) -> forkserver.ForkServer:
     """What ranks are forked from whose function is of this module."""
     begins = max((name for name in PRELOAD_OF if module.startswith(name)), key=len, default=None)
-    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, "frozen"), tuple(environment.items()))
+    return _server((*PRELOAD_OF.get(begins or "", ()), *PRELOAD, "support.frozen"), tuple(environment.items()))
 
 
 @cache
@@ -171,8 +171,7 @@ def _server(preload: tuple[str, ...], environment: tuple[tuple[str, str], ...]) 
     """One that has imported these. It finds modules by the environment alone, and passes over what it does not find."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload(list(preload))
-    here = Path(__file__).parent
-    folders = [str(here), str(here / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     # A pool of compilers is processes and a thread, which would not survive a fork.
     alone = {"PYTHONPATH": os.pathsep.join(folders), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with patch.dict(os.environ, {**alone, **dict(environment)}):
@@ -236,7 +235,7 @@ def _rank_main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     if mutant := os.environ.get("EPLB_TEST_MUTANT"):
-        import mutants
+        from support import mutants
 
         mutants.apply(mutant)
     share_gloo_device()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flex_dispatch_double import Handle, handle_of
+from support.flex_dispatch_double import Handle, handle_of
 from torch import Tensor
 
 NARROW_OR_DOUBLE = (torch.bfloat16, torch.float64)

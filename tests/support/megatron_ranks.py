@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import torch._dynamo
-from examples import FOLDER, load_example
+from support.examples import FOLDER, load_example
 
 torch._dynamo.config.disable = True
 sys.path.insert(0, str(FOLDER))

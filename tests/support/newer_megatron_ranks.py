@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from newer_megatron import importable
+from support.newer_megatron import importable
 
 importable()
-import megatron_ranks  # noqa: E402, F401
+from support import megatron_ranks  # noqa: E402, F401

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parents[1] / "launch" / "examples"
+FOLDER = Path(__file__).parents[2] / "launch" / "examples"
 
 
 def load_example(name: str) -> ModuleType:

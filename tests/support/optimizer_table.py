@@ -1,6 +1,6 @@
 """Real optimizers in an attached job: either moved experts train as static ones, to the bit, or one line says why not.
 
-    python tests/optimizer_table.py [PACKAGE ...]
+    python tests/support/optimizer_table.py [PACKAGE ...]
 
 runs all that the named packages (default: those that are installed) have, and prints a line for each.
 """
@@ -17,11 +17,10 @@ from importlib import import_module
 from io import StringIO
 from typing import Any
 
-import ranks
 import torch
-from moe_models import batch_of, make_model
-from ranks import run_ranks
-from support import training
+from support import ranks, training
+from support.moe_models import batch_of, make_model
+from support.ranks import run_ranks
 from support.seen import heard, same
 from torch import Tensor, nn
 

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 
-MONITORING = Path(__file__).resolve().parents[1] / "launch" / "monitoring"
+MONITORING = Path(__file__).resolve().parents[2] / "launch" / "monitoring"
 
 
 @contextmanager
