@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from eplb_runtime.cli import main
 from eplb_runtime.distributed import bandwidth
 from eplb_runtime.distributed.transports import TRANSPORTS
-from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
+from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 from eplb_runtime.tools import doctor
 from eplb_runtime.tools.doctor import try_transports
 from eplb_runtime.topology import Topology
@@ -77,7 +77,7 @@ class Modelled(Transport):
         self.sizes.append(sends[0].data.shape[0])
         speed = self.inside if sends[0].peer // 2 == self.rank // 2 else self.between
         self.clock += 50e-6 + self.sizes[-1] / speed
-        return PendingGroup()
+        return Pending()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
