@@ -126,6 +126,10 @@ class Job:
 
     # -- sets of ranks, for all of the job -----------------------------------------------------------------------------
 
+    @property
+    def job_sets(self) -> Sets:
+        return [self.ranks]
+
     def ep_sets_of(self, stages: tuple[int, ...]) -> Sets:
         """The EP groups that hold these stages, in order."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
