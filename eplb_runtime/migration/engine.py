@@ -33,7 +33,7 @@ from .schedule import Round, TransferSchedule, make_schedule
 
 logger = logging.getLogger("eplb_runtime")
 
-_POLL_SECONDS = 0.0003
+_POLL_SECONDS = 0.0002
 
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Record formats by layer, and why there are none."""

@@ -86,8 +86,6 @@ def imported(asked: str = "dispatch='deepep'") -> Any:
     """Return the package `deep_ep`, or raise ConfigError with the setting that wants it."""
     try:
         package = importlib.import_module("deep_ep")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{asked} needs the package deep_ep (no module {error.name}): {INSTALL}") from None
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"{asked}: the package deep_ep cannot be imported ({one_line(error)}): {INSTALL}") from None
     if not hasattr(package, "Buffer"):

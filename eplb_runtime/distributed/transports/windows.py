@@ -127,11 +127,12 @@ class Windows(Transport):
             self._notes_RKHN.copy_(torch.tensor([0, ~0]))
         wait_until(self._stream.mark(), deadline, "clearing notes")
         self._gather(None, deadline)
-        self._piece_bytes, self._problem = piece_bytes, ""
+        self._problem = ""
         self._try_out(deadline)
 
     def _lay_out(self, window: Tensor, piece_bytes: int) -> None:
-        ranks, inbox = self._num_ranks, self._num_ranks * HALVES * piece_bytes
+        self._piece_bytes, ranks = piece_bytes, self._num_ranks
+        inbox = ranks * HALVES * piece_bytes
         boxes, notes = window.tensor_split([inbox * (1 + self.staged)])
         self._inbox_RHB = boxes[:inbox].view(ranks, HALVES, piece_bytes)
         self._outbox_RHB = boxes[-inbox:].view(ranks, HALVES, piece_bytes)
