@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +85,15 @@ class Nixl(Windows):
         return window
 
     def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
-        is_written, has_left = self._stream.mark(), threading.Event()
-        ready = lambda: is_written() and (after is None or after())  # noqa: E731
-        self._leaving.append(self._write(place, source, peer, ready, has_left))
+        first, has_left = [self._stream.mark(), *([] if after is None else [after])], threading.Event()
+        self._leaving.append(self._write(place, source, peer, first, has_left))
         return has_left.is_set
 
     def _write(
-        self, place: Tensor, source: Tensor, peer: int, ready: HasLeft, has_left: threading.Event
+        self, place: Tensor, source: Tensor, peer: int, first: Sequence[HasLeft], has_left: threading.Event
     ) -> Generator[None, None, None]:
-        """Write when the device has done what is before it. Goes on each time it is asked."""
-        while not ready():
+        """Write when what comes ``first`` is done. Goes on each time it is asked."""
+        while not all(is_done() for is_done in first):
             yield
         (name, offset, index), kind = self._others[peer], "VRAM" if source.is_cuda else "DRAM"
         write = self._agent.initialize_xfer(

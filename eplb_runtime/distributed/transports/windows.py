@@ -241,7 +241,8 @@ class Windows(Transport):
             self._next_ask = now + ASK_SECONDS
             for peer, traffic in self._peers.items():
                 if (traffic.sends or traffic.receives) and not traffic.gone:
-                    self._tell(peer, NOTHING, 0)
+                    with self._stream():
+                        self._tell(peer, NOTHING, 0)
         self._go_on_with_puts()
         if self._notes_are_here is None:
             with self._reading():
