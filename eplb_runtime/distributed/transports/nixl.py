@@ -14,8 +14,9 @@ import importlib.util
 import logging
 import os
 import secrets
+import struct
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from torch import Tensor
 
 from ...utils.text import one_line
 from .base import TransportError
-from .windows import HasLeft, Windows
+from .windows import HALVES, HasLeft, Windows
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _DEVICES = Path("/sys/class/infiniband")
 _WITHOUT_SHARED_MEMORY = "TLS=^sm"
 """UCX must not write into another process without its help: nothing could end that."""
+_NOTE = struct.Struct("<BQ")
+Leaving = Generator[None, None, None]
+"""What is on its way to another rank, and goes on when asked."""
 
 
 def rdma_devices() -> list[str]:
@@ -66,7 +70,7 @@ class Nixl(Windows):
 
     def _open(self, nbytes: int, deadline: float) -> Tensor:
         name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
-        self._leaving: list[Generator[None, None, None]] = []
+        self._leaving: list[Leaving] = []
         self._agent: Any = new_agent(name)
         window = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         try:
@@ -82,19 +86,40 @@ class Nixl(Windows):
         except Exception as error:
             raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
         self._others = [(other, address - window.data_ptr(), index) for other, _, address, index in said]
+        self._rank_of = {other: peer for peer, (other, *_) in enumerate(said) if peer != self._rank}
         return window
 
     def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
-        first, has_left = [self._stream.mark(), *([] if after is None else [after])], threading.Event()
-        self._leaving.append(self._write(place, source, peer, first, has_left))
+        return self._leave(self._write(place, source, peer), after)
+
+    def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
+        """Notify: to a rank that lets go of its agent at that moment, this fails, and a write may end the process."""
+        return self._leave(self._notify(peer, _NOTE.pack(kind, number)), after)
+
+    def _look(self) -> bool:
+        for name, said in self._agent.get_new_notifs().items():
+            for kind, number in map(_NOTE.unpack, said if name in self._rank_of else ()):
+                self._read_RKHN[self._rank_of[name], kind, number % HALVES] = torch.tensor([number, ~number])
+        return True
+
+    def _leave(self, act: Leaving, after: HasLeft | None) -> HasLeft:
+        """Act when the device has done what is before it, and ``after`` is done. Goes on each time it is asked."""
+        is_written, has_left = self._stream.mark(), threading.Event()
+
+        def leave() -> Leaving:
+            while not (is_written() and (after is None or after())):
+                yield
+            yield from act
+            has_left.set()
+
+        self._leaving.append(leave())
         return has_left.is_set
 
-    def _write(
-        self, place: Tensor, source: Tensor, peer: int, first: Sequence[HasLeft], has_left: threading.Event
-    ) -> Generator[None, None, None]:
-        """Write when what comes ``first`` is done. Goes on each time it is asked."""
-        while not all(is_done() for is_done in first):
-            yield
+    def _notify(self, peer: int, note: bytes) -> Leaving:
+        self._agent.send_notif(self._others[peer][0], note)
+        yield from ()
+
+    def _write(self, place: Tensor, source: Tensor, peer: int) -> Leaving:
         (name, offset, index), kind = self._others[peer], "VRAM" if source.is_cuda else "DRAM"
         write = self._agent.initialize_xfer(
             "WRITE",
@@ -108,7 +133,6 @@ class Nixl(Windows):
                 yield
             if state != "DONE":
                 raise TransportError(f"a write to EP rank {peer} failed")
-            has_left.set()
         finally:
             self._agent.release_xfer_handle(write)
 
@@ -134,10 +158,9 @@ class Nixl(Windows):
         super().close()
         if self._piece_bytes and self._agent is not None:
             self._drop_puts()
-            for peer, (name, _, _) in enumerate(self._others):
-                if peer != self._rank:
-                    with contextlib.suppress(Exception):
-                        self._agent.remove_remote_agent(name)
+            for name in self._rank_of:
+                with contextlib.suppress(Exception):
+                    self._agent.remove_remote_agent(name)
             with contextlib.suppress(Exception):
                 self._agent.deregister_memory(self._registered)
             self._agent = None

@@ -2,13 +2,13 @@
 
 A message goes in pieces through the window of who receives: a piece is written when the peer has room for it, then a
 note that it is there; the peer copies it to where it belongs, then notes that there is room again. Notes are numbers in
-the window, too. All of it goes on while somebody polls. Nothing is written but windows: who gives up has nothing to
-fear from a peer that comes late. What a window lies in, and how a write travels, is each transport's own.
+the window, too, or go the library's own way. All of it goes on while somebody polls. Nothing is written but windows:
+who gives up has nothing to fear from a peer that comes late. What a window lies in, and how a write travels, is each
+transport's own.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from abc import abstractmethod
@@ -102,6 +102,23 @@ class Windows(Transport):
         """Write to where that rank has ``place``, which is this rank's, once the stream has done what it has to do, and
         the write ``after`` is there."""
 
+    def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
+        """Write a note, as `_put` does. One is written over when the peer must have seen it: it has had room for what
+        came after."""
+        note = self._out_RKHN[peer, kind, number % HALVES]
+        note.copy_(torch.tensor([number, ~number]), non_blocking=True)
+        return self._put(self._notes_RKHN[self._rank, kind, number % HALVES], note, peer, after)
+
+    def _look(self) -> bool:
+        """Copy the notes that are here to the host; return whether the copy is there. Where all streams share one queue
+        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this one comes after kernels that training has queued, and training may
+        wait for the lock."""
+        if self._notes_are_here is None:
+            with self._reading():
+                self._read_RKHN.copy_(self._notes_RKHN, non_blocking=True)
+            self._notes_are_here = self._reading.mark()
+        return self._notes_are_here()
+
     def _go_on_with_puts(self) -> None:
         """Do what writes need the host for; raises an error of the library if one has failed."""
 
@@ -144,9 +161,6 @@ class Windows(Transport):
         with self._state:
             if self._problem:
                 raise TransportError(f"{type(self).__name__} is not used any more: {self._problem}")
-            for message in itertools.chain(*both):
-                if self._peers[message.peer].gone:
-                    raise TransportError(f"EP rank {message.peer} has given up")
             posted = _Posted(self, 0)
             self._stream.after_current()
             for messages, sent in zip(both, (True, False), strict=True):
@@ -217,12 +231,6 @@ class Windows(Transport):
                 return True
         return self._end_pieces() or went_on
 
-    def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
-        """Write a note. One is written over when the peer must have seen it: it has had room for what came after."""
-        note = self._out_RKHN[peer, kind, number % HALVES]
-        note.copy_(torch.tensor([number, ~number]), non_blocking=True)
-        return self._put(self._notes_RKHN[self._rank, kind, number % HALVES], note, peer, after)
-
     def _end_pieces(self) -> bool:
         """Note what is through; return whether there was anything."""
         before, self._under_way = self._under_way, []
@@ -234,9 +242,7 @@ class Windows(Transport):
         return len(self._under_way) < len(before)
 
     def _hear(self) -> None:
-        """Go on with writes, take what notes are here, and ask for the next at the next call. Where all streams share
-        one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this copy comes after kernels that training has queued, and
-        training may wait for the lock."""
+        """Go on with writes, and take what notes are here."""
         if (now := time.monotonic()) > self._next_ask:
             self._next_ask = now + ASK_SECONDS
             for peer, traffic in self._peers.items():
@@ -244,11 +250,7 @@ class Windows(Transport):
                     with self._stream():
                         self._tell(peer, NOTHING, 0)
         self._go_on_with_puts()
-        if self._notes_are_here is None:
-            with self._reading():
-                self._read_RKHN.copy_(self._notes_RKHN, non_blocking=True)
-            self._notes_are_here = self._reading.mark()
-        if not self._notes_are_here():
+        if not self._look():
             return
         self._notes_are_here = None
         numbers, complements = self._read_RKHN.unbind(-1)

@@ -90,7 +90,14 @@ class Agent:
 
     def __init__(self) -> None:
         self.writes: list[Any] = []
+        self.sent: list[tuple[str, bytes]] = []
         self.state = "PROC"
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {"a stranger": [nixl._NOTE.pack(ARRIVED, 9)]}
+
+    def send_notif(self, name: str, note: bytes) -> None:
+        self.sent.append((name, note))
 
     def get_xfer_descs(self, places: Any, kind: str) -> Any:
         return places
@@ -112,7 +119,7 @@ class Agent:
 def test_a_piece_is_sent_when_the_device_has_packed_it_and_its_note_when_the_piece_is_there() -> None:
     transport, agent, stream = laid_out(nixl.Nixl), Agent(), QueuedStream()
     transport._agent, transport._leaving, transport._stream = agent, [], stream
-    transport._others = [("", 0, 0), (PEER, OFFSET, 0)]
+    transport._others, transport._rank_of = [("", 0, 0), (PEER, OFFSET, 0)], {PEER: 1}
     transport._next_ask = time.monotonic() + 60
     pending = transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
     assert not pending.poll() and not agent.writes
@@ -121,10 +128,9 @@ def test_a_piece_is_sent_when_the_device_has_packed_it_and_its_note_when_the_pie
     ((_, ((source, *_),), theirs, name),) = agent.writes
     inbox = transport._inbox_RHB[0, 1]
     assert (source, theirs, name) == (transport._outbox_RHB[1, 1].data_ptr(), [(inbox.data_ptr() + OFFSET, 8, 0)], PEER)
+    assert not agent.sent
     agent.state = "DONE"
-    assert pending.poll() and len(agent.writes) == 2
-    note = transport._notes_RKHN[0, ARRIVED, 1]
-    assert agent.writes[1][2] == [(note.data_ptr() + OFFSET, note.nbytes, 0)]
+    assert pending.poll() and agent.sent == [(PEER, nixl._NOTE.pack(ARRIVED, 1))]
 
 
 def test_a_piece_counts_when_those_before_it_are_here() -> None:
