@@ -42,6 +42,8 @@ LEAST_ALLOWED, ROUNDINGS = 1e-3, 32.0
 to far less, and in a coarser format to this many of its rounding errors."""
 OF_TYPICAL = 0.1
 """Share of the model's typical gradient that a smaller one is measured by: it may be zero but for rounding."""
+SPREAD, FEW = 0.05, 8
+"""A share of tokens and their number that rounding may send to other experts where it first sends any."""
 EXACT, TINY, _LEAST = 0.01, 1e-5, 1e-300
 """Relative distances up to which a factor is a number, and a difference of bits looks like one of rounding; the last
 stands for 0 below a fraction."""
@@ -207,8 +209,8 @@ def shares(single: Run) -> Iterator[str]:
 @dataclass(frozen=True)
 class Closeness:
     """How far two runs are apart: ``worst``, of a tensor at a step, is the difference that comes closest to what is
-    allowed, or is above, relative to its tensor; ``steps`` were compared tensor by tensor, later ones by their losses;
-    ``equal`` is None where nothing could be compared."""
+    allowed, or is above, relative to its tensor; ``steps`` were compared, until tokens were routed otherwise; ``equal``
+    is None where nothing could be compared."""
 
     equal: bool | None
     worst: float
@@ -218,12 +220,15 @@ class Closeness:
 
 
 def to_rounding(fixed: Run, other: Run) -> Closeness:
-    """Compare gradients and updates of each step until tokens are routed otherwise."""
+    """Compare gradients and updates of each step until tokens are routed otherwise, and there how many are."""
     worst, before = (0.0, 0.0, "", 0), (fixed.step(0), other.step(0))
     rounding, length = float(fixed.meta["rounding"]), min(fixed.length, other.length)
     for number in range(1, length + 1):
         steps = fixed.step(number), other.step(number)
-        if not np.array_equal(steps[0].counts, steps[1].counts):
+        tokens, elsewhere = steps[0].counts.sum(), np.abs(steps[0].counts - steps[1].counts).sum()
+        if elsewhere > SPREAD * tokens + FEW:
+            return Closeness(False, float(elsewhere / tokens), "spread of tokens", number, number - 1)
+        if elsewhere:
             return Closeness(True if number > 1 else None, *worst[1:], number - 1)
         share = number * max(LEAST_ALLOWED, ROUNDINGS * rounding)
         worst = max([worst, *((*one, number) for one in _measures(steps, before, share, rounding))])
