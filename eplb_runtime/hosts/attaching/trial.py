@@ -56,7 +56,7 @@ KINDS = ("given", "gradient", "buffer", "optimizer_state", "range", "number", "p
 ``number``: state of which ranks have parts."""
 
 
-class Row(NamedTuple):
+class TrialRow(NamedTuple):
     """A tensor on record, or an expert's part of it (-1: no expert's); ``sums``: of squares, and `SKETCHES`."""
 
     name: str
@@ -67,7 +67,7 @@ class Row(NamedTuple):
     sums: list[float]
 
 
-def row_of(name: str, kind: str, expert: int, tensor: Tensor, first: int = 0) -> Row:
+def row_of(name: str, kind: str, expert: int, tensor: Tensor, first: int = 0) -> TrialRow:
     """Return the record of a tensor; ``first``: where it begins in the whole row. A change of any element changes the
     digest; digests and sums add up over the parts of a row."""
     flat = tensor.detach().resolve_conj()
@@ -84,7 +84,7 @@ def row_of(name: str, kind: str, expert: int, tensor: Tensor, first: int = 0) ->
             signed = torch.where(keys & 256 == 0, values, -values)
             before, after = begin % SKETCHES, -(begin + part.numel()) % SKETCHES
             sums[1:] += nn.functional.pad(signed, (before, after)).view(-1, SKETCHES).sum(dim=0)
-    return Row(name, kind, expert, tensor.numel(), int(digest), sums.tolist())
+    return TrialRow(name, kind, expert, tensor.numel(), int(digest), sums.tolist())
 
 
 @lru_cache(maxsize=16)
@@ -136,7 +136,7 @@ class TrialRun(LoopHooks):
         self._runtime, self._tensors = balancer.runtime, balancer.tensors
         self._group, job = self._runtime.groups.background, self._runtime.job
         self._step, self._began, self._moves = 0, balancer.placement.epoch, trial.layout in MOVING
-        self._rows: dict[tuple[str, int], Row] = {}
+        self._rows: dict[tuple[str, int], TrialRow] = {}
         self._norms: dict[tuple[torch.Size, ...], float] = {}
         self._coarsest, self._of_old, self._has_run = 0.0, dict[str, int](), False
         self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
