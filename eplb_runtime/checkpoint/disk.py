@@ -110,7 +110,7 @@ def last_save(view: LogicalView) -> list[Future[None]]:
 
 
 def log(what: str, folder: str | Path, view: LogicalView) -> None:
-    """Write a line on the first rank; that experts were placed again is a line of the balancer's."""
+    """Write a line on the first rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         step = "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
         logger.info("checkpoint %s %s%s", what, folder, step)

@@ -29,7 +29,7 @@ def load(
     checked before anything is written, and in our own format every byte. With DCP's a damaged file can leave a mixture,
     and a folder from someone else can run their code. ``key``: under which the state was saved with DCP, when it was
     one of several (``{"app": LogicalState(...)}``). ``warm_start``: migrate to the saved placement where EP size and
-    slots are the same, else to one that is planned for the load that was saved with it, if any.
+    slots are the same, and go on from the load that was saved with it.
     Raises CheckpointError: it is damaged, entries are missing, have no place in the model, or have other shapes;
     nothing is changed then."""
     view = LogicalView(model, optimizer)

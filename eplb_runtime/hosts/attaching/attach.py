@@ -344,8 +344,8 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
-    place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
-    replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
+    divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
+    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.row_division, channels)
     settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:

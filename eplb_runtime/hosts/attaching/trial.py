@@ -295,7 +295,7 @@ class TrialRun(LoopHooks):
             here = [of_ranks[job.ranks.index(rank)] for rank in ranks]
             for name in here[0].keys() - {""}:
                 if multiple := _multiple([one[name] for one in here if name in one]):
-                    ratio = multiple / usual * len(job.edp_ranks) * job.gradient_divisor
+                    ratio = multiple / usual * job.gradient_divisor
                     before, self._ratios[name] = self._ratios.get(name, 0.0), ratio
                     is_number = any(max(abs(r / one - 1) for r in (before, ratio)) < _EXACT for one in factors)
                     if is_number or before == ratio == math.inf:  # it may be a rate of the loop's own
