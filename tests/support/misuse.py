@@ -159,6 +159,18 @@ def summed_by_the_loop(loop: Loop) -> None:
     loop.before_step = lambda step: [dist.all_reduce(p.grad) for p in loop.dense()]
 
 
+def weighed_by_rank(job: Loop) -> None:
+    """a loop weighs ranks where it averages the gradients that the balancer leaves to it; experts' are not weighed"""
+    job.settings["dense_gradients"] = "host"
+
+    def average(step: int) -> None:
+        for parameter in job.dense():
+            parameter.grad *= (0.9, 0.1)[job.rank]
+            dist.all_reduce(parameter.grad)
+
+    job.before_step = average
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
@@ -278,8 +290,8 @@ def compute(loop: Loop) -> None:
 
 
 WRONG = (
-    *(clip_what_attach_has_replaced, penalty_that_couples, summed_by_the_loop, state_in_closure, writes_nothing),
-    *(ema_in_generator, ema_as_vector, lookahead, compute_by_index),
+    *(clip_what_attach_has_replaced, penalty_that_couples, summed_by_the_loop, weighed_by_rank, state_in_closure),
+    *(writes_nothing, ema_in_generator, ema_as_vector, lookahead, compute_by_index),
 )
 RIGHT = (averaged_by_the_loop, each_expert_clipped, compute)
 CASES = {case.__name__: case for case in (*WRONG, *RIGHT)}
