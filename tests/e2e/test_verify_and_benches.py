@@ -144,7 +144,6 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], bool]] = {
     "compute": lambda report: report["moved"]["equal"] and report["single"]["equal"],
     "clip_what_attach_has_replaced": lambda report: "before attach are in use still" in report["reason"],
     "summed_by_the_loop": lambda report: "times as large as the experts" in report["reason"],
-    "weighed_by_rank": lambda report: report["single"]["equal"] is False,
 }
 
 
