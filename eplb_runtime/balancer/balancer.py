@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,7 +98,7 @@ class Balancer:
         self.shown: Any = None
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
-        self._export_with = export_with
+        self._export = export_with(self)
         self._phases = Phases(runtime, self.rebalancer, self.events, self.loop)
         self.closing = ExitStack()
         for end in (
@@ -110,11 +110,6 @@ class Balancer:
         ):
             self.closing.callback(end)
         self.optimizer_hooks = hook_optimizers(self)
-
-    @cached_property
-    def _export(self) -> WeightExport:
-        """Exports of this balancer; made when the first one is asked for."""
-        return self._export_with(self)
 
     def begin(self) -> None:
         """Begin once every rank has a balancer. Collective."""

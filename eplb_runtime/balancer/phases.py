@@ -30,7 +30,6 @@ class Phases:
         self._events = events
         self._loop = loop
         self._since = 0.0
-        self._is_without_replicas = False
 
     def suspend(self) -> int:
         """`Balancer.suspend`."""
@@ -69,24 +68,22 @@ class Phases:
 
     def end(self) -> None:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
-        if self._loop.suspended and self._runtime.maps.replicas is not None:
-            problem = self._why_not_here()
-            self._is_without_replicas = bool(problem)
-            if problem:
-                logger.warning(
-                    "closed while suspended, and the layers of experts have no memory to compute in: %s; load the "
-                    "weights and call balancer.resume() before the next forward",
-                    problem,
-                )
+        replicas = self._runtime.maps.replicas
+        if replicas is not None and replicas.is_freed and (problem := self._why_not_here()):
+            logger.warning(
+                "closed while suspended, and the layers of experts have no memory to compute in: %s; load the weights "
+                "and call balancer.resume() before the next forward",
+                problem,
+            )
         self._loop.suspended = False
 
     def resume_after_end(self) -> bool:
         """Take the memory that `end` could not take; returns whether there was any to take."""
-        if not self._is_without_replicas:
+        replicas = self._runtime.maps.replicas
+        if replicas is None or not replicas.is_freed:
             return False
         if problem := self._why_not_here():
             raise RuntimeError(f"resume(): {problem}")
-        self._is_without_replicas = False
         return True
 
     def _why_not_here(self, why_state_lacks: Callable[[], str] = str) -> str:

@@ -276,7 +276,6 @@ class Rebalancer(LoopHooks):
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""
-        self.control.require("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
         try:
             return self.control.run(work, seconds)
