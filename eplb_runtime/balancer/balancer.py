@@ -1,6 +1,6 @@
 """The balancer as its user sees it: it measures, rebalances at the step boundary, and reduces gradients.
 
-`rebalancer.py` changes the placement, `restore.py` saves it; these are the calls that a training loop makes.
+`rebalancer.py` changes the placement, `phases.py` saves it; these are the calls that a training loop makes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, OpenStream, OptimizerHooks, TensorStream, WeightExport
 from .gradients.reduction import Gradients
 from .loop_state import LoopState
-from .phases import Phases
+from .phases import Phases, measured_load, restore
 from .rebalancer import Rebalancer, use_device
-from .restore import measured_load, restore
 from .runtime import ModelTensors, Runtime
 from .status import DecisionLine, balancer_table
 
