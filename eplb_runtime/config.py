@@ -342,13 +342,11 @@ VERIFY = "EPLB_RUNTIME_VERIFY"
 @dataclass(frozen=True)
 class Trial:
     """One run of a user's job under ``eplb-runtime verify``, whose layout ``attach`` overrides: ``"fixed"`` homes,
-    ``"moved"`` after each step, ``"single"``: EP groups of one rank, or ``"shaken"``: fixed, gradients off by rounding.
-    """
+    ``"moved"`` after each step, the same with its ``"replicas"``, or ``"single"``: EP groups of one rank."""
 
     layout: str
     steps: int  # that are recorded
     folder: str  # in which rank 0 writes the records
-    replicas: bool = True  # whether replica slots are kept
     ends_process: bool = True  # whether the job ends after these steps
 
 

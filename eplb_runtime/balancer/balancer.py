@@ -86,7 +86,6 @@ class Balancer:
         self.gradients = Gradients(runtime, self.loop)
         self.rebalancer = Rebalancer(runtime, transport, self.events, self.loop)
         self.guard = self.rebalancer.guard
-        self._rebalance_now: Callable[[], bool] = self.rebalancer.now
         self._stream = OpenStream()
         self.loop.hooks += [self._stream, self.gradients, self.guard, self.rebalancer]
         for layer in runtime.layers if config.overlap else ():
@@ -239,7 +238,7 @@ class Balancer:
         self.runtime.barrier("rebalance()")
         if not self.loop.has_optimizer:
             self.runtime.counter.advance()  # without an optimizer nothing else closes what was counted
-        moved = self._rebalance_now()
+        moved = self.rebalancer.now()
         if moved:
             self._after_move()
         return moved
@@ -466,10 +465,6 @@ class Balancer:
         self.closing.close()
 
     # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
-
-    def rebalance_by(self, move: Callable[[], bool]) -> None:
-        """Let `rebalance` move experts by this function, which returns whether it has."""
-        self._rebalance_now = move
 
     def close_with(self, close: Callable[[], None]) -> None:
         """Call a function when there are no more events."""

@@ -73,7 +73,7 @@ from .sharding import (
     rows_of_rank,
 )
 from .state_hooks import Homes, mark_parameter, mark_state, warn_once_of_parts
-from .trial import TrialRun, begin_record, layout_of
+from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
@@ -99,7 +99,6 @@ def attach_stages(
     trial, given = take_trial(), config
     not_single = "" if trial is None else why_not_single(stages, ranks)
     if trial is not None:
-        begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
     single = trial is not None and trial.layout == "single"
     groups = join(stages, config, ranks, device)
