@@ -121,7 +121,6 @@ class ExpertParallelLayer(CountedLayer):
     def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         index, training, repeated = self.index, self._module.training, in_recompute()
         epoch = self._enter(topk_ids_TK.shape[-1])
-        dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
         row_counts, found = None, (None, None) if repeated else self._begin(hidden_TD, topk_ids_TK)
         slots_TK, counts = found
         # Nothing counts again, and metadata that is known is used again.
@@ -129,6 +128,7 @@ class ExpertParallelLayer(CountedLayer):
         with phase("route", "F", index, epoch):
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counts)
+        dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
         begin = self.expert_clock.mark() if self.expert_clock.on and training else None
         with phase("dispatch", "F", index, epoch):
             if metadata is None:

@@ -50,7 +50,7 @@ def step(
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype)
     if in_float8 == "before":
-        rows = pack(hidden, None, 1, in_float8=True)
+        rows = pack(hidden, 1, in_float8=True)
         hidden = unpack(rows, torch.arange(tokens, device=device), WIDTH)
     hidden.requires_grad_()
     slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
@@ -110,7 +110,7 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
         weights = torch.rand(tokens[rank], TOP_K, generator=generator).to(device)
         both = []
         with torch.no_grad():
-            for dispatcher in (slow, fast):
+            for dispatcher in (slow, fast.carrier(hidden, weights)):
                 arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
                 out = dispatcher.combine(arrived.rows_MD, arrived)
                 both.append([arrived.rows_MD.cpu(), out.cpu()])

@@ -19,8 +19,7 @@ from ...config import BalancerConfig, DispatchConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_json, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
-from ...moe.experts.elementwise import check_elementwise
-from ...moe.experts.optimizer_state import OptimizerStateError
+from ...moe.experts.optimizer_state import OptimizerStateError, check_elementwise
 from ...moe.experts.slices import has_divide_factor, is_sliced, local, why_not_rows, why_not_slices
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum

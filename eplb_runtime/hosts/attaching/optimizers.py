@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ...balancer.balancer import Balancer
 from ...balancer.loop_state import LoopHooks, LoopState
 from ...distributed.consensus import barrier
-from ...moe.experts.elementwise import check_elementwise
-from ...moe.experts.optimizer_state import OptimizerStateError
+from ...moe.experts.optimizer_state import OptimizerStateError, check_elementwise
 from .description import AnyOptimizer, AttachError, HostOptimizer
 from .state_hooks import Homes, mark_optimizer, order_optimizer
 

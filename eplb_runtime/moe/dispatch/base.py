@@ -56,8 +56,8 @@ class DispatchContext:
 class DispatchMetadata:
     """Where each row goes; each kind of dispatcher has its own fields.
 
-    It holds no value of the batch: hidden states with the same choices on all ranks can be dispatched with it again
-    (activation recompute).
+    Hidden states with the same choices and router weights on all ranks can be dispatched with it again (activation
+    recompute).
     """
 
 
@@ -104,7 +104,7 @@ class Dispatcher(ABC):
         self._memory = RowMemory()
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
-        """Return what carries such hidden states, or refuse them: by shapes and dtypes alone, equal on all ranks."""
+        """Return what carries such hidden states, or refuse them: alike on all ranks. Ahead of `plan`."""
         return self
 
     @abstractmethod
@@ -128,24 +128,18 @@ class Dispatcher(ABC):
     # -- the transfers behind the autograd functions -------------------------------------------------------------------
 
     @abstractmethod
-    def dispatch_rows(
-        self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: Any
+    def to_experts(
+        self, source_TD: Tensor, weights_TK: Tensor | None, metadata: Any, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again."""
+        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again.
+        ``gradients``: the rows are gradients of results, not hidden states."""
 
     @abstractmethod
-    def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: Any) -> Tensor:
-        """Send results back; ``[T, D]``: each token's sum, times the ``combine_weights``."""
-
-    @abstractmethod
-    def combine_gradients(
-        self, grad_MD: Tensor, grad_M: Tensor | None, metadata: Any, hidden_needed: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``[T, D]``, summed over a token's choices, and ``[T, K]``; None where not needed."""
-
-    @abstractmethod
-    def dispatch_gradients(self, grad_TD: Tensor, metadata: Any) -> Tensor:
-        """Backward of `combine_rows`: the unweighted gradient ``[M, D]`` of each result."""
+    def to_tokens(
+        self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``[T, D]``, the sum of each token's rows, times the ``combine_weights`` if given; and ``[T, K]``, what
+        each of its choices has in ``grad_M``."""
 
     # -- for every kind ------------------------------------------------------------------------------------------------
 
@@ -170,7 +164,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: DispatchMetadata, dispatcher: Dispatcher
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
         ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
-        rows_MD, weights_M, counts_S, ctx.layout = dispatcher.dispatch_rows(hidden_TD, weights_TK, metadata)
+        rows_MD, weights_M, counts_S, ctx.layout = dispatcher.to_experts(hidden_TD, weights_TK, metadata)
         needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(rows for rows, need in needs if rows is not None and not need))
         return rows_MD, weights_M, counts_S, ctx.layout
@@ -180,9 +174,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden_needed, weights_needed, *_rest = ctx.needs_input_grad
         with phase("dispatch", "B", *ctx.place):
-            hidden_TD, weights_TK = ctx.dispatcher.combine_gradients(
-                grad_MD, grad_M if weights_needed else None, ctx.layout, hidden_needed
-            )
+            grad_M = grad_M if weights_needed else None
+            hidden_TD, weights_TK = ctx.dispatcher.to_tokens(grad_MD, None, grad_M, ctx.layout)
         if ctx.dispatcher.expert_clock.on:
             ctx.dispatcher.expert_clock.backward_ends(ctx.layout)
         return hidden_TD if hidden_needed else None, weights_TK, None, None
@@ -195,7 +188,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher) -> Tensor:
         ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
         ctx.layout, ctx.dtype = dispatched.metadata, out_MD.dtype
-        combined_TD = dispatcher.combine_rows(out_MD, dispatched.combine_weights, dispatched.metadata)
+        combined_TD, _ = dispatcher.to_tokens(out_MD, dispatched.combine_weights, None, dispatched.metadata)
         return combined_TD.to(dispatched.dtype)
 
     @staticmethod
@@ -204,4 +197,5 @@ class _Combine(torch.autograd.Function):
         if ctx.dispatcher.expert_clock.on:
             ctx.dispatcher.expert_clock.backward_begins(ctx.layout)
         with phase("combine", "B", *ctx.place):
-            return ctx.dispatcher.dispatch_gradients(grad_TD.to(ctx.dtype), ctx.layout), None, None
+            rows_MD, *_ = ctx.dispatcher.to_experts(grad_TD.to(ctx.dtype), None, ctx.layout, gradients=True)
+            return rows_MD, None, None

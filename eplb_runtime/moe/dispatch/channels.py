@@ -115,19 +115,6 @@ class TwoStreams:
             yield
 
     @contextlib.contextmanager
-    def between(self, other: Any) -> Iterator[None]:
-        """What is inside goes after all that another stream has to do now, and that goes on after it; None: no other
-        one."""
-        here = self.current()
-        if other is not None and here != other:
-            here.wait_stream(other)
-        try:
-            yield
-        finally:
-            if other is not None and here != other:
-                other.wait_stream(here)
-
-    @contextlib.contextmanager
     def in_turn(self, what: str) -> Iterator[None]:
         """Inside, streams use the same memory: each use waits for the one before, on the device."""
         with self._lock:
@@ -195,9 +182,18 @@ class MicroBatchChannels:
         """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
         self._gradients = self.streams.current()
 
-    def adding(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
         """Inside, gradients are written that another stream may add to."""
-        return self.streams.between(self._gradients)
+        here, other = self.streams.current(), self._gradients
+        if other is None or here == other:
+            yield
+            return
+        here.wait_stream(other)
+        try:
+            yield
+        finally:
+            other.wait_stream(here)
 
     def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
         """Inside, memory is used that both of two things at once write."""

@@ -12,7 +12,7 @@ from ...config import BalancerConfig, ConfigError
 from ...distributed.consensus import gather_bytes
 from ...distributed.transports import deepep
 from ...topology import Topology
-from .all_to_all import AllToAll, OneRank
+from .all_to_all import AllToAll
 from .base import DispatchContext, Dispatcher
 from .deepep import DeepEPDispatcher
 from .hierarchical import Hierarchical
@@ -108,7 +108,7 @@ def make_dispatcher(
 ) -> Dispatcher:
     """Make the dispatcher of an EP group."""
     if choice.name == "all_to_all":
-        return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
+        return AllToAll(context)
     if choice.name == "hierarchical":
         return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
     return DeepEPDispatcher(context, config.dispatch, AllToAll(context) if config.dispatch.name == "auto" else None)

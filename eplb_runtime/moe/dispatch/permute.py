@@ -255,8 +255,10 @@ def sum_here(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the
-    router's order; products are rounded to the wider dtype of both, and summed in float32."""
-    total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
+    router's order; products are rounded to the wider dtype of both, and summed in float32 at least."""
+    product = rows_MD.dtype if weights_M is None else torch.promote_types(rows_MD.dtype, weights_M.dtype)
+    wide = torch.promote_types(product, torch.float32)
+    total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=wide)
     if not rows_MD.shape[0]:
         return total_UD.to(dtype)
     for place_U in place_UK.unbind(1):
@@ -266,20 +268,3 @@ def sum_here(
             row_UD = row_UD * weights_M.index_select(0, index_U).unsqueeze(1)
         total_UD += torch.where((place_U >= 0).unsqueeze(1), row_UD, 0)
     return total_UD.to(dtype)
-
-
-def bags(bag_U: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
-    """Return elements by the bag that each is in, in their own order, and where each bag begins."""
-    size_B = count(bag_U, num_bags)
-    return torch.argsort(bag_U, stable=True), size_B.cumsum(0) - size_B
-
-
-def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Tensor | None = None) -> Tensor:
-    """Return ``[B, D]``: rows of each bag, weighted, summed one after another in float32 at least: deterministic."""
-    dtype = rows_UD.dtype if weights_U is None else torch.promote_types(rows_UD.dtype, weights_U.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
-    weights = None if weights_U is None else weights_U.index_select(0, element_U).to(dtype)
-    if not element_U.shape[0]:
-        return rows_UD.new_zeros(begin_B.shape[0], rows_UD.shape[1])
-    total_BD = functional.embedding_bag(element_U, rows_UD.to(dtype), begin_B, mode="sum", per_sample_weights=weights)
-    return total_BD.to(rows_UD.dtype)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from eplb_runtime.moe.experts.compute import Aligned, SlotCounts, aligned, regroup
+from eplb_runtime.moe.experts.compute import Aligned, SlotCounts
 from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError
 from eplb_runtime.moe.experts.registry import End, ExpertTensor, ExpertTensors, Record, RecordFormat, RegistryError
 
@@ -232,18 +232,6 @@ def test_where_only_the_device_knows_nothing_waits_for_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(SlotCounts, "known", lambda self: pytest.fail("the host waits"))
     out = Aligned(lambda rows, counts, parameters: rows, 16)(torch.ones(5, 2), counted([2, 0, 3], False), [])
     assert torch.equal(out, torch.ones(5, 2))
-
-
-def test_memory_past_the_last_slot_is_not_read() -> None:
-    """And what is behind the last slot's rows comes back as zeros."""
-    offsets = torch.tensor([2, 2, 3], dtype=torch.int32)
-    rows = torch.full((7, 2), torch.nan)
-    rows[:3] = 1
-    spaced, places = aligned(SlotCounts(offsets, None), 4, 7)
-    filled = regroup(rows, offsets, spaced.offsets_S, offsets, places)
-    assert int(filled.sum()) == 6
-    back = regroup(filled, spaced.offsets_S, offsets, offsets, 7)
-    assert torch.equal(back, torch.tensor([[1.0]] * 3 + [[0.0]] * 4).expand(7, 2))
 
 
 def test_experts_that_drop_rows_are_named() -> None:

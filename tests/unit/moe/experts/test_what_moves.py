@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from eplb_runtime.migration.exchange import formats_of
-from eplb_runtime.moe.experts.elementwise import check_elementwise
-from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError, expert_state, is_per_expert, replace_parameter
+from eplb_runtime.moe.experts.optimizer_state import (
+    OptimizerStateError,
+    check_elementwise,
+    expert_state,
+    is_per_expert,
+    replace_parameter,
+)
 from eplb_runtime.moe.experts.registry import ALIGNMENT, ExpertTensor, ExpertTensors, RecordFormat, why_not_written
 from eplb_runtime.utils.checksums import as_bytes, checksum
 
