@@ -138,10 +138,12 @@ class ExpertParallelLayer(CountedLayer):
         with phase("compute", "F", index, epoch), self._one_at_a_time:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
         with phase("combine", "F", index, epoch):
-            combined_TD = dispatcher.combine(out_MD, dispatched)
+            learns, places = torch.is_grad_enabled() and out_MD.requires_grad, dispatched.metadata
+            in_flight = self._in_flight.track(topk_ids_TK, places, learns=learns, training=training, repeated=repeated)
+            combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
         if begin is not None:
             self.expert_clock.forward_ends(begin)
-        return self._in_flight.track(combined_TD, topk_ids_TK, dispatched.metadata, training, repeated)
+        return combined_TD
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> tuple[Tensor | None, Counted | None]:
         """Begin a forward that repeats none, and count its load; returns slots, or counts of each expert, or neither,

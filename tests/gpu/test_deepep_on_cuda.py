@@ -10,7 +10,7 @@ import torch.distributed as dist
 from device import DEVICE, on_gpu, ranks_on_gpu
 from support.transport_contract import random_bytes, soon
 
-from eplb_runtime.config import DispatchConfig
+from eplb_runtime.config import BalancerConfig, DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing
@@ -18,6 +18,7 @@ from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, pack, unpack
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
+from eplb_runtime.topology import Topology
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +31,7 @@ ORDERS = "logical", "by_rank"
 
 @pytest.fixture(autouse=True)
 def with_deepep() -> None:
-    if lacks := choosing.lacks(DEVICE, RANKS, RANKS):
+    if lacks := choosing.why_not_deepep(BalancerConfig(), Topology(RANKS, RANKS), SLOTS, DEVICE):
         pytest.skip(lacks)
 
 

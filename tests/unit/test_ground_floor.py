@@ -242,7 +242,6 @@ OTHERS: dict[str, Any] = {
     "dispatch": "hierarchical",
     "kernels": False,
     "staging_bytes": 1000,
-    "move_gradients": True,
 }
 
 

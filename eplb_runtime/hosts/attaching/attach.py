@@ -236,8 +236,7 @@ def shard(made: Checked) -> Shards:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
     config, job, placement = made.config, made.job, made.placement
     homes_per_rank = placement.num_experts // len(job.row_ranks)
-    move_gradients = config.migration.move_gradients
-    shards = Shards(ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, move_gradients))
+    shards = Shards(ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers))
     gradients = ReplicaPool(config.replica_slots, made.copies.zeros, job.row_division) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts

@@ -28,6 +28,13 @@ from ..kernel_selection import Kernels
 from ..routing.water_filling import RowCounts
 from .channels import MicroBatchChannel, MicroBatchChannels
 from .permute import RowMemory
+from .recompute import InFlight
+
+_SECOND_DERIVATIVES = (
+    "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): their "
+    "exchanges have first derivatives only; take such a loss from what comes after or before them, or differentiate "
+    "without create_graph"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +126,11 @@ class Dispatcher(ABC):
         combine_weights = (weights_M if by_rank else weights_TK).detach()
         return Dispatched(rows_MD, counts_S, weights_M if learns else None, combine_weights, hidden_TD.dtype, metadata)
 
-    def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out_MD: Tensor, dispatched: Dispatched, in_flight: InFlight | None = None) -> Tensor:
         """Return ``[T, D]`` in the dtype of the hidden states: each token's results times their router weights, summed.
-        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all know."""
-        combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self)
+        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all know. The
+        backward checks ``in_flight`` first, and ends it."""
+        combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self, in_flight)
         return combined_TD
 
     # -- the transfers behind the autograd functions -------------------------------------------------------------------
@@ -185,17 +193,28 @@ class _Combine(torch.autograd.Function):
     """The weighted sum of a token's results, none of which is saved. The experts' backward weighs the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher) -> Tensor:
-        ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
+    def forward(
+        ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher, in_flight: InFlight | None
+    ) -> Tensor:
+        ctx.dispatcher, ctx.place, ctx.in_flight = dispatcher, dispatcher.forward_tag.place, in_flight
+        # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
+        ctx.save_for_backward(out_MD.new_empty(0))
         ctx.layout, ctx.dtype = dispatched.metadata, out_MD.dtype
         combined_TD, _ = dispatcher.to_tokens(out_MD, dispatched.combine_weights, None, dispatched.metadata)
         return combined_TD.to(dispatched.dtype)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND_DERIVATIVES)
+        if ctx.in_flight is not None:
+            ctx.in_flight.check()
+        _ = ctx.saved_tensors
+        if ctx.in_flight is not None:
+            ctx.in_flight.end()
         if ctx.dispatcher.expert_clock.on:
             ctx.dispatcher.expert_clock.backward_begins(ctx.layout)
         with phase("combine", "B", *ctx.place):
             rows_MD, *_ = ctx.dispatcher.to_experts(grad_TD.to(ctx.dtype), None, ctx.layout, gradients=True)
-            return rows_MD, None, None
+            return rows_MD, None, None, None

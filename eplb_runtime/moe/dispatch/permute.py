@@ -229,11 +229,11 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
         # In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each.
         weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
         return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
-    return sum_one_by_one(rows_ND, place_TK, memory, weights_TK)
+    return sum_one_by_one(rows_ND, place_TK, memory, weights_TK).to(dtype)
 
 
 def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
-    """`sum_choices` as it is on a GPU: every product is rounded, and every sum."""
+    """`sum_choices` as it is on a GPU, in float32 at least: every product is rounded, and every sum."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     tokens, top_k = place_TK.shape
     total_TD = memory.like(rows_ND, tokens, torch.promote_types(dtype, torch.float32))
@@ -248,7 +248,7 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
             total_TD.add_(row_TD)
         elif row_TD is not total_TD:
             total_TD.copy_(row_TD)
-    return total_TD.to(dtype)
+    return total_TD
 
 
 def sum_here(
@@ -256,15 +256,7 @@ def sum_here(
 ) -> Tensor:
     """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the
     router's order; products are rounded to the wider dtype of both, and summed in float32 at least."""
-    product = rows_MD.dtype if weights_M is None else torch.promote_types(rows_MD.dtype, weights_M.dtype)
-    wide = torch.promote_types(product, torch.float32)
-    total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=wide)
-    if not rows_MD.shape[0]:
-        return total_UD.to(dtype)
-    for place_U in place_UK.unbind(1):
-        index_U = place_U.clamp(min=0)
-        row_UD = rows_MD.index_select(0, index_U)
-        if weights_M is not None:
-            row_UD = row_UD * weights_M.index_select(0, index_U).unsqueeze(1)
-        total_UD += torch.where((place_U >= 0).unsqueeze(1), row_UD, 0)
-    return total_UD.to(dtype)
+    rows = rows_MD.shape[0]
+    place_UK, rows_ND = place_UK % (rows + 1), torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
+    weights_UK = None if weights_M is None else torch.cat([weights_M, weights_M.new_zeros(1)])[place_UK]
+    return sum_one_by_one(rows_ND, place_UK, RowMemory(), weights_UK).to(dtype)

@@ -297,9 +297,7 @@ def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: 
         if sweep >= MOMENTUM_FROM:
             go_on(ranks_NC, count_N, share_NC, before_NC, load_R)
         elif sweep == MOMENTUM_FROM - 1:
-            for index in range(count_N.size):
-                for copy in range(count_N[index]):
-                    before_NC[index, copy] = share_NC[index, copy]
+            before_NC[:] = share_NC
         sweep_copies(ranks_NC, count_N, share_NC, load_R)
 
 

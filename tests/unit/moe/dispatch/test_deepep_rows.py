@@ -148,7 +148,6 @@ def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyP
 
 
 def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "lacks", lambda *_: "")
     monkeypatch.setattr(choosing, "gather_bytes", lambda word, *_: [word])
     rest: Any = None, Topology(2, 2), 129, torch.device("cpu"), 30.0
     auto, named = (choosing.choose_together(BalancerConfig(dispatch=name), *rest) for name in ("auto", "deepep"))

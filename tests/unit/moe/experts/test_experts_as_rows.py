@@ -110,8 +110,8 @@ def experts(count: int = 3) -> tuple[nn.Parameter, ...]:
     return tuple(nn.Parameter(torch.full((2, 4), float(number))) for number in range(count))
 
 
-def registered(rows: tuple[nn.Parameter, ...], *optimizers: torch.optim.Optimizer, **options: bool) -> ExpertTensors:
-    registry = ExpertTensors(1, 3, optimizers, **options)
+def registered(rows: tuple[nn.Parameter, ...], *optimizers: torch.optim.Optimizer) -> ExpertTensors:
+    registry = ExpertTensors(1, 3, optimizers)
     registry.add(0, "weight", rows)
     return registry
 
@@ -141,7 +141,7 @@ def test_a_record_takes_an_expert_with_all_its_state_to_another_slot() -> None:
     assert not torch.equal(there[0], there[1]) and torch.equal(there[0], here[2])
 
 
-def test_gradients_that_stay_may_not_be_used_and_those_that_move_go_along() -> None:
+def test_gradients_that_stay_may_not_be_used() -> None:
     rows = experts()
     for row in rows:
         row.grad = torch.ones_like(row)
@@ -149,11 +149,7 @@ def test_gradients_that_stay_may_not_be_used_and_those_that_move_go_along() -> N
     staying.leave_gradients(0)
     with pytest.raises(RuntimeError, match="the gradient of weight from before, which has not moved along"):
         staying.refuse_left_behind(rows[1])
-    moving = registered(rows, move_gradients=True)
-    assert [tensor.name for tensor in moving.of_home(0)] == ["weight", "weight/grad"]
-    rows[0].grad = None
-    with pytest.raises(RegistryError, match="others have none"):
-        moving.of_home(0)
+    assert [tensor.name for tensor in staying.of_home(0)] == ["weight"]
 
 
 def test_unequal_experts_and_unequal_state_are_refused() -> None:
