@@ -201,8 +201,7 @@ class HostDispatchedLayer(CountedLayer):
         self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return which tokens go where, and the router's weights, by slot. ``real_T``: False for padding."""
-        epoch = self._begin(hidden_TD, lambda: self._counter.count(self.index, chosen_TE, real_T))
-        with phase("route", "F", self.index, epoch):
+        with phase("route", "F", self.index, self.begin(hidden_TD, chosen_TE, real_T)):
             order = self.logical_of_slots
             return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
 
@@ -211,21 +210,17 @@ class HostDispatchedLayer(CountedLayer):
         """Return ids of slots for ids of logical experts. ``real_T``: False for padding; None: every token counts."""
         with _unseen_by_selective_checkpointing():
             self._table.require_known(self.index, topk_ids)
-            epoch = self._begin(hidden, lambda: self._counter.count(self.index, topk_ids, real_T))
-            with phase("route", "F", self.index, epoch):
+            with phase("route", "F", self.index, self.begin(hidden, topk_ids, real_T)):
                 return self._table.slots(self.index, topk_ids)
 
     @torch.compiler.disable
-    def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
-        """Begin a forward for a host that itself carries rows to where `logical_of_slots` has them."""
-        self._begin(hidden_TD, lambda: self._counter.count(self.index, chosen_TE, real_T))
-
-    def _begin(self, hidden: Tensor, count: Callable[[], object]) -> int:
-        """Begin a forward, and count its load unless it repeats one; returns the epoch."""
+    def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:
+        """Begin a forward, as a host does that itself carries rows to where `logical_of_slots` has them, and count its
+        load unless it repeats one; returns the epoch. ``chosen``: as `LoadCounter.count` takes it."""
         epoch = self._enter()
         if not in_recompute():
             self.before(self.index)
             if self._load_counts(hidden):
                 with phase("count", "F", self.index, epoch):
-                    count()
+                    self._counter.count(self.index, chosen, real_T)
         return epoch
