@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ..hosts.megatron.settings import Unknown
 from ..hosts.transformers import settings as transformers
 from ..utils.files import FileError, require_readable
 
-EP, EXPERTS, PP = "expert_model_parallel_size", "num_moe_experts", "pipeline_model_parallel_size"
+EP, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
 MOST_BYTES = 64 << 20
 SETTINGS: Mapping[str, str] = {
     **{name: name for name in megatron.DEFAULTS},
@@ -74,12 +73,6 @@ def answer(recipe: Recipe) -> dict[str, Any]:
     settings = megatron.settings_of({**recipe.defaults, **given})
     values = settings.values
     refused = [asdict(one) for one in megatron.refusals(settings) if not isinstance(one.value, Unknown)]
-    for whole, parts in ((EXPERTS, (EP,)), ("world_size", (PP, EP))):
-        value, sizes = given.get(whole), [values[name] for name in parts]
-        if all(isinstance(one, int) for one in (value, *sizes)) and value % prod(sizes):
-            why = f"the job cannot start, it is no multiple of {' x '.join(parts)} {prod(sizes)}"
-            instead = f"set {whole} to a multiple of {prod(sizes)}"
-            refused.append({"setting": whole, "value": value, "why": why, "instead": instead})
     undecided = list(settings.undecided)
     settings.undecided.clear()
     exact = megatron.exact(settings)

@@ -73,7 +73,7 @@ from .sharding import (
     rows_of_rank,
 )
 from .state_hooks import Homes, mark_parameter, mark_state, warn_once_of_parts
-from .trial import TrialRun, begin_record, layout_of
+from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
@@ -99,7 +99,6 @@ def attach_stages(
     trial, given = take_trial(), config
     not_single = "" if trial is None else why_not_single(stages, ranks)
     if trial is not None:
-        begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
     single = trial is not None and trial.layout == "single"
     groups = join(stages, config, ranks, device)
@@ -343,8 +342,8 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
-    place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
-    replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
+    divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
+    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.row_division, channels)
     settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
