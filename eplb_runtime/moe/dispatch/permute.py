@@ -256,7 +256,10 @@ def sum_here(
 ) -> Tensor:
     """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the
     router's order; products are rounded to the wider dtype of both, and summed in float32 at least."""
-    rows = rows_MD.shape[0]
-    place_UK, rows_ND = place_UK % (rows + 1), torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-    weights_UK = None if weights_M is None else torch.cat([weights_M, weights_M.new_zeros(1)])[place_UK]
-    return sum_one_by_one(rows_ND, place_UK, RowMemory(), weights_UK).to(dtype)
+    rows_MD = rows_MD if weights_M is None else rows_MD * weights_M.unsqueeze(1)
+    here_UK = place_UK >= 0
+    place_N, count_U = place_UK[here_UK], here_UK.sum(dim=1)
+    if not place_N.shape[0]:
+        return rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=dtype)
+    rows_MD = rows_MD.to(torch.promote_types(rows_MD.dtype, torch.float32))
+    return functional.embedding_bag(place_N, rows_MD, count_U.cumsum(0) - count_U, mode="sum").to(dtype)
