@@ -7,7 +7,7 @@ room knows a framework.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -20,10 +20,9 @@ from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import GroupError, Ranks, job_ranks
 from . import module
-from .attaching.attach import attach_stages
+from .attaching.attach import attach_stages, shard_stage
 from .attaching.checks import device_of, wait_for_ranks
 from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of, unwrapped
-from .attaching.sharding import shard_stage
 from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
@@ -171,7 +170,7 @@ def shard_experts(
         problem = problem or error
     _all_can_attach(ranks, "shard_experts", config, problem)
     assert stage is not None
-    shard_stage(stage, config=config, ep_group=ep_group, device=on)
+    shard_stage(stage, config=config, ranks=ranks, device=on)
 
 
 def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
@@ -179,10 +178,7 @@ def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
     if config is None or isinstance(config, BalancerConfig):
         return config or BalancerConfig(), None
     shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
-    settings = (
-        ", ".join(f"{name}={value!r}" for name, value in config.items()) if isinstance(config, Mapping) else "..."
-    )
-    return BalancerConfig(), AttachError(f"config={shown}: give BalancerConfig({settings})")
+    return BalancerConfig(), AttachError(f"config={shown}: give BalancerConfig(...)")
 
 
 def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
@@ -207,17 +203,11 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
     if known and ranks.stages != stages:
         raise AttachError(f"attach was given stages={ranks.stages}, and the model was made with {stages}: leave it out")
     for one in known:
-        for what in ("ep", "gradient_divisor"):
+        for what in ("ep", "gradient_divisor", "divided_rows", "divided_state"):
             said, is_so = getattr(ranks, what), getattr(one, what)
-            if said is not None and is_so is not None and said != is_so:
+            if said and is_so and said != is_so:
                 raise AttachError(f"attach was given {what}={said}, and the model was made with {is_so}: leave it out")
-        ranks = replace(
-            ranks,
-            ep=ranks.ep or one.ep,
-            gradient_divisor=ranks.gradient_divisor or one.gradient_divisor,
-            divided_rows=ranks.divided_rows or one.divided_rows,
-            divided_state=ranks.divided_state or one.divided_state,
-        )
+            ranks = replace(ranks, **{what: said or is_so})
     return ranks
 
 

@@ -84,7 +84,14 @@ def attach(
 
 def accompany(schedule: Schedule, balancer: Balancer) -> None:
     """What a schedule asks of the balancer that its stages are attached to."""
-    schedule.step = _uninterrupted(schedule, balancer)  # type: ignore[method-assign]
+    own = schedule.step
+
+    @wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with balancer.loop.uninterrupted(f"{type(schedule).__name__}.step"):  # ``eval`` runs through it, too
+            return own(*args, **kwargs)
+
+    schedule.step = step  # type: ignore[method-assign]
     for stage in stages_of(schedule):
         _bring_copies_home(stage, balancer)
 
@@ -134,14 +141,14 @@ class OverlappedForwardBackward:
         self._balancer = balancer
         self.save_output = True
         self.loss_kwargs: dict[str, Any] | None = None
-        self._turned: dict[tuple[int, int], bool] = {}
+        self._turned: dict[tuple[int, int | None], bool] = {}
         self._accumulators: list[Any] = []
 
     def __call__(self, action: _Action, ctx: _PipelineContext) -> None:
         forward, backward = action.sub_actions or ()
         # A backward pass runs on the stream of its forward, so the forward at the same time takes the other one.
-        turned = not self._turned.get(_which(backward), False)
-        self._turned[_which(forward)] = turned
+        turned = not self._turned.get((backward.stage_index, backward.microbatch_index), False)
+        self._turned[forward.stage_index, forward.microbatch_index] = turned
         self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)
 
     def take_forwards(self) -> None:
@@ -151,9 +158,8 @@ class OverlappedForwardBackward:
         # In a backward pass those of replicas are added to gradients that this stream has just written, see below.
         self._channels.add_gradients_here()
         schedule = self._schedule
-        schedule._maybe_compute_loss = self._on_a_stream(
-            schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])
-        )
+        compute_loss = schedule._maybe_compute_loss
+        schedule._maybe_compute_loss = self._on_a_stream(compute_loss, lambda *a: (a[0].stage_index, a[3]))
         for stage in stages_of(schedule):
             # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
             # accumulator keeps the stream that it was made on.
@@ -207,11 +213,6 @@ class OverlappedForwardBackward:
             here[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
 
 
-def _which(action: _Action) -> tuple[int, int]:
-    assert action.microbatch_index is not None
-    return action.stage_index, action.microbatch_index
-
-
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:
     """The stages that a schedule has on this rank, and the EP group of all of them."""
     ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
@@ -250,18 +251,6 @@ def _check_stage(stage: PipelineStage, has_backward: bool) -> None:
                 f"{name}_args of stage {number} need no gradients, so none would reach the stage before: give hidden "
                 "states with requires_grad=True"
             )
-
-
-def _uninterrupted(schedule: Schedule, balancer: Balancer) -> Callable[..., Any]:
-    """``schedule.step`` (``eval`` runs through it), in which nothing moves."""
-    own = schedule.step
-
-    @wraps(own)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with balancer.loop.uninterrupted(f"{type(schedule).__name__}.step"):
-            return own(*args, **kwargs)
-
-    return step
 
 
 def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:
