@@ -7,7 +7,7 @@ room knows a framework.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -33,7 +33,7 @@ model."""
 
 
 def attach(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     layers: Sequence[MoE] | Sequence[Sequence[MoE]] | None = None,
@@ -77,27 +77,7 @@ def attach(
             ranks, and models and optimizers are as they were.
         RuntimeError: a rank did not come to it within the timeout of the host's process group; likewise.
 
-    Example:
-        One rank, to show the calls; a job that torchrun starts leaves out the store, rank and size:
-
-        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
-        >>> model = OlmoeForCausalLM(OlmoeConfig(vocab_size=64, pad_token_id=0, num_hidden_layers=1, num_experts=4,
-        ...                                      num_experts_per_tok=2, **sizes))
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> balancer = attach(model, optimizer, config=BalancerConfig(dense_gradients="allreduce"))
-        >>> _ = model.train()
-        >>> ids = torch.arange(32).view(2, 16)
-        >>> for step in range(2):
-        ...     model(input_ids=ids, labels=ids).loss.backward()
-        ...     norm = balancer.clip_grad_norm_(1.0)
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        >>> balancer.placement.home_rank.tolist(), balancer.layer_of_parameter["model.layers.0.mlp.experts.down_proj"]
-        ([[0, 0, 0, 0]], 0)
-        >>> balancer.close()
-        >>> dist.destroy_process_group()
+    Example: ``launch/examples/transformers_loop.py``, which the README shows.
     """
     config, problem = _checked(config)
     given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

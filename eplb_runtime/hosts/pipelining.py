@@ -7,12 +7,13 @@ step, and gradients of copies where a schedule splits its backward or scales wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
@@ -28,7 +29,7 @@ from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import Ranks
 from ..moe.dispatch.channels import MicroBatchChannels
-from . import MoE, _all_can_attach
+from . import MoE
 from . import attach as attach_models
 from .attaching.description import AttachError
 
@@ -65,19 +66,9 @@ def attach(
         AttachError: as ``eplb_runtime.attach``; or a stage's shapes are not static, or gradients would not reach the
             stage before.
     """
-    config = config if config is not None else BalancerConfig()
-    problem = None
-    try:
-        if ranks is not None and ep_group is not None:
-            raise AttachError("give ep_group or ranks, not both: ranks names the EP groups")
-        for stage in stages_of(schedule):
-            _check_stage(stage, schedule._has_backward)
-    except Exception as error:
-        problem = error
-    chosen = ranks if ranks is not None else ranks_of(schedule, ep_group)
-    _all_can_attach(chosen, "attach to a schedule", config, problem)
-    models = [stage.submod for stage in stages_of(schedule)]
-    balancer = attach_models(models, optimizers, layers=layers, config=config, ranks=chosen)
+    chosen, both = (ranks_of(schedule, ep_group), None) if ranks is None else (ranks, ep_group)
+    models = _modules(schedule)
+    balancer = attach_models(models, optimizers, layers=layers, config=config, ep_group=both, ranks=chosen)
     accompany(schedule, balancer)
     return balancer
 
@@ -223,6 +214,12 @@ def stages_of(schedule: Schedule) -> list[PipelineStage]:
     """Those of this rank, by their numbers."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     return sorted(stages, key=lambda stage: stage.stage_index)  # type: ignore[return-value, arg-type]
+
+
+def _modules(schedule: Schedule) -> Iterator[nn.Module]:
+    for stage in stages_of(schedule):
+        _check_stage(stage, schedule._has_backward)
+        yield stage.submod
 
 
 def _check_stage(stage: PipelineStage, has_backward: bool) -> None:

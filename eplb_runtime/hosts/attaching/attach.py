@@ -62,7 +62,7 @@ from ...utils.text import counted, one_line
 from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
 from .description import AnyOptimizer, AttachError, MoELayer, Request, Spread, Stage, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
-from .self_test import LayerTest, problems_of
+from .self_test import LayerTest
 from .sharding import (
     Before,
     cut_rows,
@@ -117,7 +117,7 @@ def attach_stages(
         links.callback(balancer.close)
         _on_all_or_none(lambda: install(checked, balancer), groups)
         balancer.begin()
-        for problem in problems_of([layer for _, _, layer in request.layers], checked.tests):
+        for problem in filter(None, (test.problem for test in checked.tests)):
             balancer.guard.report(problem)
         of_bits = _notes(checked, balancer)
         # The last exchange: a rank that fails any later is one that the others do not learn of.
@@ -169,7 +169,7 @@ def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: t
     asked = Request([stage], [], config, groups, device, None, single)
     with rollback(groups) as undo:
         placement = check(asked)
-        for problem in problems_of(host.layers, try_together(asked)):
+        for problem in filter(None, (test.problem for test in try_together(asked))):
             logger.warning("%s", problem)
         undo.callback(Before([stage.model], []).restore)
         for layer, rows in zip(host.layers, rows_of_rank(placement, groups.job.ep_rank), strict=True):
@@ -222,52 +222,44 @@ def check_all(request: Request, links: ExitStack) -> Checked:
 
 
 def shard(made: Checked) -> Shards:
-    """Leave this rank its experts, and give the rest its memory."""
+    """Leave this rank its experts, in modules and optimizers, and give the rest its memory."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
-    config, job, placement = made.config, made.job, made.placement
-    homes_per_rank = placement.num_experts // len(job.row_ranks)
-    move_gradients = config.migration.move_gradients
-    shards = Shards(ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, move_gradients))
-    gradients = ReplicaPool(config.replica_slots, made.copies.zeros, job.row_division) if made.optimizers else None
+    config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
+    slots, parts, homes_per_rank = config.replica_slots, job.row_division, placement.num_experts // len(job.row_ranks)
+    registry = ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, config.migration.move_gradients)
+    shards, rows_LH = Shards(registry), rows_of_rank(placement, job.ep_rank)
+    gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
-            for own_name, tensor in layer.tensors().items():
-                shards.registry.add(index, own_name, tensor)
-        else:
-            _shard_layer(made, shards, index, name, layer, gradients)
+            for own, of_slots in layer.slots.items():
+                registry.add(index, own, tuple(map(layer.parameter, of_slots)))
+            continue
+        rows = rows_LH[index] if spread_of(layer.experts) is None else None
+        homes = [
+            layer.parameter(own) if rows is None else cut_rows(layer, own, rows, made.device, made.single)
+            for own in layer.parameters
+        ]
+        if slots:
+            shards.banks[index] = ReplicaBank(homes, slots, zeros, gradients, parts)
+            homes = shards.banks[index].parameters
+        for own, parameter in zip(layer.parameters, homes, strict=True):
+            if parameter is not (old := layer.parameter(own)):
+                shards.replaced[f"{name}.{own}"] = weakref.ref(old)
+                install_parameter(layer, own, parameter, rows, _of_torch(made.optimizers))
+            registry.add(index, own, parameter)
+        shards.replaced.update(layer.replaced)
     for stage in made.stages:
         make_parameters(stage.model, made.device)
     return shards
-
-
-def _shard_layer(
-    made: Checked, shards: Shards, index: int, name: str, layer: MoELayer, gradients: ReplicaPool | None
-) -> None:
-    """Put this rank's experts of a layer in the module and the optimizers, and register them."""
-    slots, parts, keep = made.config.replica_slots, made.job.row_division, made.single
-    spread, rows = spread_of(layer.experts) is not None, rows_of_rank(made.placement, made.job.ep_rank)[index]
-    homes = [layer.parameter(n) if spread else cut_rows(layer, n, rows, made.device, keep) for n in layer.parameters]
-    if slots:
-        shards.banks[index] = ReplicaBank(homes, slots, made.copies.zeros, gradients, parts)
-        homes = shards.banks[index].parameters
-    for own_name, parameter in zip(layer.parameters, homes, strict=True):
-        if parameter is not (old := layer.parameter(own_name)):
-            shards.replaced[f"{name}.{own_name}"] = weakref.ref(old)
-            install_parameter(layer, own_name, parameter, None if spread else rows, _of_torch(made.optimizers))
-        shards.registry.add(index, own_name, parameter)
-    shards.replaced.update(layer.replaced)
 
 
 def build_runtime(made: Checked, shards: Shards) -> Runtime:
     """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
     way."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
-    channels = MicroBatchChannels(
-        MicroBatchChannel(groups.dispatch, groups.counts),
-        device,
-        seconds=host_timeout(groups.backend).total_seconds(),
-    )
+    seconds = host_timeout(groups.backend).total_seconds()
+    channels = MicroBatchChannels(MicroBatchChannel(groups.dispatch, groups.counts), device, seconds=seconds)
     kernels = kernels_for(device) if config.dispatch.kernels else Kernels()
     maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)

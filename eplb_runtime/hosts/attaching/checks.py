@@ -24,7 +24,7 @@ from ...utils.checksums import as_bytes, checksum
 from ...utils.text import one_line
 from .description import AttachError, Request, Stage, recorded, spread_of
 from .optimizers import held_by, why_not_stepped
-from .self_test import LayerTest, problems_of, try_layers
+from .self_test import LayerTest, try_layers
 
 _Fact = tuple[str, str | None, str, bool]
 """Something that ranks with the same stages, or all (the last), must have in common; its text; what to do. None: this
@@ -98,9 +98,9 @@ def check(asked: Request) -> Placement:
 
 def try_together(asked: Request) -> list[LayerTest]:
     """Return what tests of layers find, or refuse. Collective, after `check`: a layer's own way may wait for others."""
-    layers, guard = [layer for _, _, layer in asked.layers], asked.config.guard
-    tests = try_layers(layers, guard)
-    raise_on_all("" if guard == "warn" else next(iter(problems_of(layers, tests)), ""), asked.groups)
+    tests = try_layers([layer for _, _, layer in asked.layers], asked.config.guard)
+    problem = next((test.problem for test in tests if test.problem), "")
+    raise_on_all("" if asked.config.guard == "warn" else problem, asked.groups)
     return tests
 
 

@@ -106,12 +106,6 @@ class MoELayer:
         inside, _, own_name = name.rpartition(".")
         setattr(self.experts.get_submodule(inside), own_name, parameter)
 
-    def tensors(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
-        """What moves with an expert, by name: ``[E/R, ...]``, or a tensor for each slot."""
-        if self.slots:
-            return {name: tuple(map(self.parameter, of_slots)) for name, of_slots in self.slots.items()}
-        return {name: self.parameter(name) for name in self.parameters}
-
 
 class HostOptimizer(StateOwner, Protocol):
     """An optimizer of the framework's own, which is no torch optimizer but steps with some inside."""
