@@ -107,7 +107,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
             f"stages {wrapped} are wrapped by fully_shard, which gathers weights for one thread: leave it out, or do "
             "not overlap"
         )
-    together = OverlappedForwardBackward(schedule, balancer.open_second_channel(), balancer)
+    together = OverlappedForwardBackward(schedule, balancer.open_second_channel())
     together.take_forwards()
     schedule.register_custom_function(OVERLAP_F_B, together)
     own = schedule.step
@@ -125,11 +125,10 @@ class OverlappedForwardBackward:
     """Runs a pair of a schedule's actions as the schedule would: the forward here, the backward on a thread of its own.
     Random numbers that a backward draws again (activation checkpointing of dropout) would be the forward's."""
 
-    def __init__(self, schedule: Any, channels: MicroBatchChannels, balancer: Balancer) -> None:
+    def __init__(self, schedule: Any, channels: MicroBatchChannels) -> None:
         self._schedule = schedule
         self._here = {stage.stage_index: stage for stage in stages_of(schedule)}
         self._channels = channels
-        self._balancer = balancer
         self.save_output = True
         self.loss_kwargs: dict[str, Any] | None = None
         self._turned: dict[tuple[int, int | None], bool] = {}

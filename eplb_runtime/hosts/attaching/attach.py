@@ -63,20 +63,15 @@ from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks,
 from .description import AnyOptimizer, AttachError, MoELayer, Request, Spread, Stage, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
-from .sharding import (
-    Before,
-    cut_rows,
-    install_parameter,
-    make_buffers,
-    make_parameters,
-    note_of_odd_rows,
-    rows_of_rank,
-)
+from .sharding import Before, cut_rows, install_parameter, make_buffers, make_parameters
 from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
 from .trial import TrialRun, begin_record, layout_of
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
+_STEADY_ROW_BYTES = 128
+"""Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
+end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row is."""
 
 
 def attach_stages(
@@ -172,7 +167,7 @@ def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: t
         for problem in filter(None, (test.problem for test in try_together(asked))):
             logger.warning("%s", problem)
         undo.callback(Before([stage.model], []).restore)
-        for layer, rows in zip(host.layers, rows_of_rank(placement, groups.job.ep_rank), strict=True):
+        for layer, rows in zip(host.layers, _rows_of_rank(placement, groups.job.ep_rank), strict=True):
             for name in layer.parameters:
                 layer.put(name, cut_rows(layer, name, rows, device, single))
             mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
@@ -228,7 +223,7 @@ def shard(made: Checked) -> Shards:
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
     slots, parts, homes_per_rank = config.replica_slots, job.row_division, placement.num_experts // len(job.row_ranks)
     registry = ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, config.migration.move_gradients)
-    shards, rows_LH = Shards(registry), rows_of_rank(placement, job.ep_rank)
+    shards, rows_LH = Shards(registry), _rows_of_rank(placement, job.ep_rank)
     gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
@@ -398,17 +393,32 @@ def _record(made: Checked, balancer: Balancer) -> None:
     balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
+def _rows_of_rank(placement: Placement, rank: int) -> Tensor:
+    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
+    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
+
+
 def _notes(made: Checked, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
-    of_hosts = [line for stage in made.stages for line in stage.host.notes]
+    found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
+    on_cpu = {
+        name: one for name, one in balancer.runtime.parameters.items() if one.ndim > 2 and one.device.type == "cpu"
+    }
+    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu.items()}
+    odd = [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]
+    if odd:
+        rows = " and ".join(map(str, widths[odd[0]]))
+        found.append(
+            f"{len(odd)} expert tensors, such as {odd[0]}, make rows of {rows} bytes: on a CPU last bits of results "
+            f"may differ by placement; widths that are multiples of {_STEADY_ROW_BYTES} bytes avoid it"
+        )
     drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
-    of_hosts += [*notes(made.config), note_of_odd_rows(balancer.runtime.parameters)]
     if drawing:
-        of_hosts.append(
+        found.append(
             f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
             "(dropout): which ones they get depends on placement; without dropout in experts results do not"
         )
-    return list(dict.fromkeys(filter(None, of_hosts)))
+    return list(dict.fromkeys(found))
 
 
 def _log_attached(balancer: Balancer) -> None:

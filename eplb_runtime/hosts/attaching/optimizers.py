@@ -35,7 +35,7 @@ def why_not_stepped(
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Optimizers) for hook in hooks):
         kind = type(optimizer).__name__  # it would take that model's experts for dense
-        return f"this {kind} steps another attached model already: give each attached model an optimizer of its own"
+        return f"this {kind} steps an attached model already: adopt each once, and give each model one of its own"
     try:
         check_elementwise(optimizer, experts, each=each, known=known)
     except OptimizerStateError as error:
@@ -116,8 +116,6 @@ class Optimizers(LoopHooks):
                 f"a {type(optimizer).__name__} is no torch.optim.Optimizer, and only those are taken over: call attach "
                 "after it was made, with the model as it is trained (Megatron: wrapped in DistributedDataParallel)"
             )
-        if any(optimizer is one.optimizer for one in self._known):
-            raise AttachError("the balancer has this optimizer already: adopt each once")
         each = self._balancer.runtime.registry.has_slots
         why = why_not_stepped(optimizer, self._experts, each=each, known=config.elementwise)
         if why := why or self._why_replaced(optimizer):

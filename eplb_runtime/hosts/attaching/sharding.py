@@ -7,20 +7,14 @@ buffers, such as rotary frequencies) is made by the model's own code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...moe.experts.optimizer_state import replace_parameter
-from ...placement import Placement
 from .description import AttachError, MoELayer
-
-
-def rows_of_rank(placement: Placement, rank: int) -> Tensor:
-    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
-    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
 
 
 def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device, keep: bool = False) -> nn.Parameter:
@@ -51,27 +45,6 @@ def install_parameter(
         if any(p is old for group in optimizer.param_groups for p in group["params"]):
             replace_parameter(optimizer, old, local, take)
     layer.put(name, local)
-
-
-STEADY_ROW_BYTES = 128
-"""Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
-end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row is."""
-
-
-def note_of_odd_rows(parameters: Mapping[str, Tensor]) -> str:
-    """Return a line about odd rows, where there are such: on a CPU the last bits of a result depend on their place."""
-    odd = {}
-    for name, tensor in parameters.items():
-        widths = [width * tensor.element_size() for width in tensor.shape[1:]]
-        if tensor.device.type == "cpu" and tensor.ndim > 2 and any(width % STEADY_ROW_BYTES for width in widths):
-            odd[name] = " and ".join(map(str, widths))
-    if not odd:
-        return ""
-    first, rows = next(iter(odd.items()))
-    return (
-        f"{len(odd)} expert tensors, such as {first}, make rows of {rows} bytes: on a CPU results may differ in the "
-        f"last bits by placement; widths that are multiples of {STEADY_ROW_BYTES} bytes avoid it"
-    )
 
 
 # -- the meta device ---------------------------------------------------------------------------------------------------
