@@ -89,9 +89,9 @@ def check(asked: Request) -> Placement:
     logical = Placement.initial(job.num_layers, experts, job.ep_size, config.replica_slots).digest()
     if before and (before.placement or logical, before.ep_ranks) != (placement.digest(), job.ep_ranks):
         raise AttachError(
-            "the model was made with its experts spread over another EP group or in another placement: give "
-            "shard_experts and attach the same config and ep_group; a framework makes experts in logical order: leave "
-            "initial_placement out, and go to a placement by balancer.load_state_dict"
+            "the experts were spread before, over another EP group or by another placement (logical order, where a "
+            "framework made them): give both the same config and ep_group, and go to another placement by "
+            "balancer.load_state_dict"
         )
     return placement
 
@@ -188,23 +188,20 @@ def _of_tensors(asked: Request) -> Iterator[str]:
         elif job.divided_rows:
             if wrong := why_not_rows(parameter, job.row_rank, len(job.row_ranks)):
                 yield f"{name} {wrong}: it cannot be moved by expert"
-        elif spread_of(layer.experts) is None:
+        elif has_divide_factor(layer.experts):
             yield (
-                f"{name} is a DTensor of all experts: call eplb_runtime.shard_experts(model) first and fully_shard "
-                "after it, or leave expert parameters out of fully_shard (ignored_params)"
+                f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for "
+                "FSDP's own average over EDP; leave it out"
             )
         else:
             if not isinstance(layer.experts, FSDPModule):
                 wrong = f"belongs to an FSDP module around {layer.name}"
-            if wrong := why_not_slices(parameter, job.edp_ranks) or wrong:
+            all_here = "is a DTensor of all experts" if spread_of(layer.experts) is None else ""
+            if wrong := all_here or why_not_slices(parameter, job.edp_ranks) or wrong:
                 yield (
-                    f"{name} {wrong}: call fully_shard on the experts module itself, with the mesh of the ranks that "
-                    "hold the same experts and shard_placement_fn=lambda parameter: Shard(1)"
-                )
-            if has_divide_factor(layer.experts):
-                yield (
-                    f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for "
-                    "FSDP's own average over EDP; leave it out"
+                    f"{name} {wrong}: call eplb_runtime.shard_experts(model) first, then fully_shard on the experts "
+                    "module itself, with the mesh of the ranks that hold the same experts and shard_placement_fn="
+                    "lambda parameter: Shard(1); or leave experts out of fully_shard (ignored_params)"
                 )
 
 
