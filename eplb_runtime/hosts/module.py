@@ -156,12 +156,7 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     made = []
     for layer in layers:
         experts = _module(model, layer.experts)
-        if layer.compute is None and not isinstance(experts, StackedExperts):
-            if not isinstance(experts, nn.ModuleList):
-                raise AttachError(
-                    f"{layer.experts} is no nn.ModuleList but {type(experts).__name__}: say by compute= how rows run "
-                    "through its tensors"
-                )
+        if layer.compute is None and isinstance(experts, nn.ModuleList):
             made.append((layer.experts, _stacked(layer.experts, experts)))
     for name, stacked in made:
         owner, _, own_name = name.rpartition(".")

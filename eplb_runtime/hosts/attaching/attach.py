@@ -506,8 +506,8 @@ def _local_experts(
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
-    own = partial(_live_parameters, layer)
-    live_weights, sliced = layer.live_weights or own, any(map(is_sliced, own()))
+    sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
+    live_weights = layer.live_weights or (lambda: [layer.parameter(name) for name in layer.parameters])
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
     divisor = of_slices if sliced else divisors.in_layers
@@ -517,7 +517,3 @@ def _local_experts(
         gather = ReplicaGather(made.groups.parts, made.groups.twins)
         return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
     return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
-
-
-def _live_parameters(layer: MoELayer) -> list[Tensor]:
-    return [layer.parameter(name) for name in layer.parameters]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -47,10 +48,24 @@ def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
     return _Marked.apply(out, partial(call.clock.backward_begins, call))
 
 
+class _Taken:
+    """A function in the place of a method. A copy of the module has its own method, and not the one of this module."""
+
+    def __init__(self, own: Callable[..., Any], run: Callable[..., Any]) -> None:
+        update_wrapper(self, own)
+        self._own, self._run = own, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return deepcopy(self._own, memo)
+
+
 def take_calls(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
     """Put a function in the place of a method; returns how to undo it."""
     own, had = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, wraps(own)(run))
+    setattr(owner, name, _Taken(own, run))
     return lambda: setattr(owner, name, own) if had else delattr(owner, name)
 
 

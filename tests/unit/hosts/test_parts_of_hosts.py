@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,14 @@ def test_evaluation_is_not_measured() -> None:
     experts(torch.ones(2))
     clock.end_step()
     assert clock.take() == ()
+
+
+def test_a_copy_of_a_marked_module_computes_with_its_own_weights() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    mark_calls(module, "forward", FakeClock())
+    copy = deepcopy(module)
+    copy.weight.data.zero_()
+    assert not copy(torch.ones(2)).any() and module(torch.ones(2)).any()
 
 
 # -- What `eplb-runtime verify` looks for at the end of a run: tensors that may be experts, and who holds them
