@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.examples import load_example
+from support.job import Job, Run, alone, mean_over_ranks, moved
 from support.ranks import run_ranks
-from support.seen import assert_refused, same
-from support.shuffle import plan_by, plan_shuffle
+from support.seen import assert_refused, differing
+from support.shuffle import plan_shuffle
 from support.training import config_from_settings
 from torch import Tensor, nn
 from torch.nn import functional
@@ -76,70 +78,64 @@ def go_on_in_place(layer: nn.Module) -> None:
     layer.forward = forward
 
 
-def losses_of(
-    rank: int, dtype: torch.dtype, move: bool, compiled: bool = False, aligned: bool = False, **options: object
-) -> tuple:
-    """Losses of this rank, logical state, how many experts moved, how many copies stand at the end.
-
-    Args:
-        aligned: experts in tensors of the model's own, instead of a list.
-    """
+def with_lists(job: Job) -> Any:
     ours = example()
     torch.manual_seed(0)
-    model = ours.Model()
-    layers = ours.LAYERS_TO_BALANCE
-    if aligned:
-        model.layers = nn.ModuleList(StackedLayer(layer) for layer in model.layers)
-        layers = [eplb.MoE(layer.experts, run="mix", compute=compute, alignment=ALIGNMENT) for layer in layers]
-    else:
-        eplb.stack_experts(model, layers)
-        for layer in model.layers:
-            go_on_in_place(layer)
-    model.to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    balancer = eplb.attach(model, optimizer, layers=layers, config=config(**options))
-    if move:
-        plan_by(balancer, plan_shuffle)
-    run = torch.compile(model, backend="aot_eager") if compiled else model
-    losses = []
-    for step in range(STEPS):
-        ids = ours.batch(rank, step)
-        loss = functional.cross_entropy(run(ids[:-1]), ids[1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    state = eplb.logical_state_dict(model, optimizer)
-    moved = sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts"))
-    copies = int((balancer.placement.copy_count - 1).sum())
-    balancer.close()
-    return losses, state, moved, copies
+    model = ours.Model().to(job.dtype)
+    eplb.stack_experts(model, ours.LAYERS_TO_BALANCE)
+    for layer in model.layers:
+        go_on_in_place(layer)
+    return model
 
 
-def as_without_us(rank: int, ranks: int, *, aligned: bool, **options: Any) -> int:
+def with_tensors(job: Job) -> Any:
+    """Experts in tensors of the model's own."""
+    torch.manual_seed(0)
+    model = example().Model()
+    model.layers = nn.ModuleList(StackedLayer(layer) for layer in model.layers)
+    return model.to(job.dtype)
+
+
+def as_it_is(job: Job) -> Any:
+    torch.manual_seed(0)
+    return example().Model().to(job.dtype)
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    return functional.cross_entropy(model(ids[:-1]), ids[1:])
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+job = partial(Job, loss=loss_of, batches=lambda *of: example().batch(*of), optimizer=ADAMW, settings={"interval": 3})
+
+
+def attached(rank: int, job: Job) -> Run:
+    run, layers = Run(rank, job), example().LAYERS_TO_BALANCE
+    if job.model is with_tensors:
+        aligned = {"run": "mix", "compute": compute, "alignment": ALIGNMENT}
+        layers = [eplb.MoE(layer.experts, **aligned) for layer in layers]
+    return run.attach(layers=layers)
+
+
+def as_without_us(rank: int, job: Job) -> int:
     """Compare with the example's model in this process alone; how many copies stand at the end."""
-    ours = example()
-    torch.manual_seed(0)
-    model = ours.Model().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    mine, state, _, copies = losses_of(rank, torch.float64, aligned=aligned, **options)
-    for step in range(STEPS):
-        for other in range(ranks):
-            ids = ours.batch(other, step)
-            loss = functional.cross_entropy(model(ids[:-1]), ids[1:])
-            (loss / ranks).backward()
-            assert other != rank or abs(mine[step] - loss.item()) < 1e-11
-        optimizer.step()
-        optimizer.zero_grad()
-    up = torch.stack([model.layers[1].experts[expert][0].weight for expert in range(ours.EXPERTS)])
-    name = "up_weight" if aligned else "0__weight"
-    assert (state[f"model.layers.1.experts.{name}"] - up).abs().max() < 1e-9
+    ours = attached(rank, job).train(STEPS)
+    plain = alone(replace(job, model=as_it_is), dist.get_world_size()).train(STEPS)
+    assert mean_over_ranks(ours.losses) == pytest.approx(plain.losses, abs=1e-11)
+    experts = [plain.model.layers[1].experts[expert][0] for expert in range(example().EXPERTS)]
+    name = "up_weight" if job.model is with_tensors else "0__weight"
+    up = torch.stack([expert.weight for expert in experts])
+    assert (ours.state()[f"model.layers.1.experts.{name}"] - up).abs().max() < 1e-9
+    copies = int((ours.balancer.placement.copy_count - 1).sum())
+    ours.balancer.close()
     return copies
 
 
 def with_copies(rank: int) -> None:
-    for aligned in (False, True):
-        assert as_without_us(rank, 2, aligned=aligned, move=True, replica_slots=1) > 0
+    for model in (with_lists, with_tensors):
+        settings = {"interval": 3, "replica_slots": 1}
+        moving = job(model=model, dtype=torch.float64, planner=plan_shuffle, settings=settings)
+        assert as_without_us(rank, moving) > 0
 
 
 def test_equals_the_model_without_us() -> None:
@@ -147,9 +143,10 @@ def test_equals_the_model_without_us() -> None:
 
 
 def moving_and_compiled(rank: int) -> None:
-    static_losses, static, none, _ = losses_of(rank, torch.float32, move=False, policy="static")
-    losses, state, moved, _ = losses_of(rank, torch.float32, move=True, compiled=True)
-    assert moved > 0 == none and losses == static_losses and same(state, static)
+    still, moving = attached(rank, job(model=with_lists)), attached(rank, moved(job(model=with_lists)))
+    moving.module = torch.compile(moving.model, backend="aot_eager")
+    one, other = still.train(STEPS).end(), moving.train(STEPS).end()
+    assert other.commits > 0 == one.commits and differing(one.bits, other.bits) == []
 
 
 def test_moving_experts_and_graphs_change_no_bit() -> None:
@@ -158,8 +155,8 @@ def test_moving_experts_and_graphs_change_no_bit() -> None:
 
 def one_process(rank: int) -> None:
     """And with aligned rows, whose number only the device knows there."""
-    for aligned in (False, True):
-        as_without_us(rank, 1, aligned=aligned, move=False)
+    for model in (with_lists, with_tensors):
+        as_without_us(rank, job(model=model, dtype=torch.float64))
 
 
 def test_one_process_alone_works_too() -> None:

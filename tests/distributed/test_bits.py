@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import training
-from support.job import Job, Run, Trace, changing, moved, static, train, train_all
+from support.job import Job, Run, Trace, changing, moved, single, static, train, train_all
 from support.moe_models import make_model
 from support.ranks import run_ranks
 from support.seen import differing, said_by
@@ -95,22 +95,25 @@ def test_no_bit_changes(trained: list[dict[str, list[Trace]]], name: str) -> Non
         assert other.scale == ((512.0 if scaled.overflow > 0 else 1024.0) if scaled.scaled else None)
 
 
-def moved_in_several_ways(rank: int) -> list[list[Trace]]:
-    """Between steps, beside them, and in slices by `fully_shard`; each after the same with experts that stay."""
+def moved_in_several_ways(rank: int) -> tuple[Trace, list[list[Trace]]]:
+    """Between steps, beside them, and in slices by `fully_shard`; each after the same with experts that stay; and ahead
+    of all, every rank with all experts."""
     whole = job(steps=7, settings={"interval": 2})
     sliced, run = replace(whole, sliced=True, steps=5, width=48), Run(rank, moved(whole)).attach(overlap=True)
     while len(run.balancer.events.of_type(RebalanceCommitted)) < 2:
         run.step()  # on a busy machine experts arrive some steps later
     beside = run.end()
     still = train(rank, replace(whole, steps=run.steps))
-    return [train_all(rank, whole, moved(whole)), [still, beside], train_all(rank, sliced, moved(sliced))]
+    ways = [train_all(rank, whole, moved(whole)), [still, beside], train_all(rank, sliced, moved(sliced))]
+    return train(rank, single(whole)), ways
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_no_bit_changes_where_several_ranks_hold_an_expert(ranks: int) -> None:
     results = run_ranks(ranks, moved_in_several_ways)
-    for ways in results:
-        for (still, found), (_, first) in zip(ways, results[0], strict=True):
+    for apart, ways in results:
+        assert [*apart.losses, *apart.norms] == pytest.approx([*ways[0][0].losses, *ways[0][0].norms], rel=1e-3)
+        for (still, found), (_, first) in zip(ways, results[0][1], strict=True):
             assert differing(still.bits, found.bits) == []
             assert found.commits >= 2 and found.placement == first.placement
 
@@ -131,7 +134,7 @@ def another_plan_for_the_second_group(rank: int) -> list[Trace]:
             message[:] = json.dumps(fields).encode()
 
     if rank >= 2:
-        run.balancer.rebalancer._engine.probe = lambda phase, of: alter(of) if phase is Phase.PLANNED else None
+        run.engine.probe = lambda phase, of: alter(of) if phase is Phase.PLANNED else None
     return [run.train(8).end(), train(rank, static(run.job))]
 
 
@@ -162,9 +165,10 @@ def start_or_restore_apart(rank: int) -> list[str]:
         if phase is Phase.VERIFIED and rank == 0:
             raise OSError("the device went away")
 
-    balancer.rebalancer._engine.probe, probe = fail, balancer.rebalancer._engine.probe
+    engine = balancer.rebalancer._engine
+    engine.probe, probe = fail, engine.probe
     assert "could not be restored" in said_by(lambda: balancer.load_state_dict(right))
-    balancer.rebalancer._engine.probe = probe
+    engine.probe = probe
     assert balancer.placement.digest() == start.digest()
     # The same step once more: what was decided then does not count now.
     balancer.load_state_dict(right)

@@ -7,15 +7,18 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.job import Job, Run, alone
 from support.ranks import run_ranks
-from support.seen import assert_refused, same
+from support.seen import assert_refused, furthest, same
 from support.shuffle import plan_by, plan_shuffle
+from support.training import config_from_settings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,20 +34,7 @@ from eplb_runtime.moe.experts.compute import SlotCounts
 
 pytestmark = pytest.mark.long
 
-EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 8, 6, 4, 40, 2, 4, 0.1
-
-
-@dataclass(frozen=True)
-class Job:
-    """EP 2.
-
-    Args:
-        parts: over how many ranks the homes of an EP rank are divided; the others have the same once more.
-    """
-
-    parts: int = 2
-    ranks: int = 4
-    replica_slots: int = 0
+RANKS, EXPERTS, WIDTH, INNER, TOKENS, LAYERS, STEPS, CLIP = 4, 8, 6, 4, 40, 2, 4, 0.1
 
 
 def through_experts(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
@@ -71,7 +61,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, _: Job) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.routers = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(LAYERS))
@@ -90,8 +80,17 @@ def batch_of(rank: int, step: int) -> Tensor:
     return torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64) + torch.arange(WIDTH) % 3
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+def loss_of(model: Model, batch: Tensor) -> Tensor:
+    return model(batch)
+
+
+def share_of_loss(model: Model, batch: Tensor) -> Tensor:
+    """For gradients that are summed over ranks."""
+    return model(batch) / RANKS
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+JOB = Job(model=Model, loss=loss_of, optimizer=ADAMW, batches=batch_of, clip=CLIP)
 
 
 def divided(model: Model, mesh: DeviceMesh, everyone: DeviceMesh) -> None:
@@ -123,36 +122,40 @@ RUN = str(Path(tempfile.gettempdir()) / f"divided-rows-{os.getppid()}")
 """Rank 0 alone writes down what experts are: a row of a DTensor would be a collective that nobody joins."""
 
 
-def build(job: Job) -> tuple[Model, torch.optim.Optimizer, eplb.Balancer]:
-    shape = (job.ranks // 2 // job.parts, job.parts, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "part", "ep"))
-    model = Model()
-    divided(model, mesh, init_device_mesh("cpu", (job.ranks,)))
-    optimizer = optimizer_of(model)
-    ep_ranks = tuple(mesh["ep"].mesh.tolist())
-    layers = tuple(described(f"experts.{number}", experts, ep_ranks) for number, experts in enumerate(model.experts))
-    host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
-    config = eplb.BalancerConfig(
-        interval=1, gate="always", replica_slots=job.replica_slots, run=RUN, migration=eplb.MigrationConfig(lag=0)
-    )
-    ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=job.parts)
-    device = torch.device("cpu")
-    balancer = attach_stages([Stage(0, model, host)], [optimizer], config=config, ranks=ranks, device=device)
-    plan_by(balancer, plan_shuffle)
-    return model, optimizer, balancer
+class Divided(Run):
+    """EP 2.
+
+    Args:
+        parts: over how many ranks the homes of an EP rank are divided; the others have the same once more.
+    """
+
+    def __init__(self, rank: int, parts: int, replica_slots: int) -> None:
+        super().__init__(rank, replace(JOB, loss=share_of_loss))
+        shape = (RANKS // 2 // parts, parts, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "part", "ep"))
+        divided(self.model, mesh, init_device_mesh("cpu", (RANKS,)))
+        self.optimizer = ADAMW(self.model.parameters())
+        ep_ranks = tuple(mesh["ep"].mesh.tolist())
+        experts = enumerate(self.model.experts)
+        layers = tuple(described(f"experts.{number}", one, ep_ranks) for number, one in experts)
+        host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
+        config = config_from_settings(
+            {"interval": 1, "gate": "always", "lag": 0, "replica_slots": replica_slots, "run": RUN}
+        )
+        ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=parts)
+        stages = [Stage(0, self.model, host)]
+        self.balancer = attach_stages(stages, [self.optimizer], config=config, ranks=ranks, device=torch.device("cpu"))
+        self.clip = self.balancer.clip_grad_norm_
+        plan_by(self.balancer, plan_shuffle)
 
 
-def train(rank: int, job: Job) -> dict[str, Any]:
-    norms = []
-    model, optimizer, balancer = build(job)
-    for step in range(STEPS):
-        copies = int((balancer.placement.copy_count > 1).sum())
-        (model(batch_of(rank, step)) / job.ranks).backward()
-        norms.append(balancer.clip_grad_norm_(CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (copies >= LAYERS) == bool(job.replica_slots)
-    assert min(norms) > CLIP, "clipping was not active"
+def distance(rank: int, whole: Run, parts: int, replica_slots: int) -> float:
+    run = Divided(rank, parts, replica_slots).train(STEPS - 1)
+    model, balancer = run.model, run.balancer
+    copies = int((balancer.placement.copy_count > 1).sum())
+    run.step()
+    assert (copies >= LAYERS) == bool(replica_slots)
+    assert min(run.norms) > CLIP, "clipping was not active"
     weights = {}
     for name, parameter in model.named_parameters():
         layer = balancer.layer_of_parameter.get(name)
@@ -162,43 +165,25 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     moved = sum(event.moved_experts for event in balancer.events.of_type(RebalanceCommitted))
     assert moved >= STEPS * LAYERS * EXPERTS / 2
     balancer.close()
-    return {"norms": norms, "weights": weights}
-
-
-def alone(ranks: int) -> dict[str, Any]:
-    """One process, without us, on all ranks' batches."""
-    model = Model()
-    optimizer, norms = optimizer_of(model), []
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (model(batch_of(rank, step)) / ranks).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"norms": norms, "weights": {name: p.detach() for name, p in model.named_parameters()}}
-
-
-def distance(ours: dict[str, Any], whole: dict[str, Any]) -> float:
-    found = [abs(a - b) / b for a, b in zip(ours["norms"], whole["norms"], strict=True)]
-    for name, weight in whole["weights"].items():
-        found.append(float((ours["weights"][name] - weight).abs().max() / weight.abs().max()))
-    return max(found)
+    off = [abs(a - b) / b for a, b in zip(run.norms, whole.norms, strict=True)]
+    return max(*off, furthest(weights, dict(whole.model.named_parameters())))
 
 
 RIGHT = {
-    "homes": Job(),
-    "homes, replicas of the model": Job(parts=1),
-    "kept": Job(replica_slots=1),
-    "kept, replicas of the model": Job(parts=1, replica_slots=1),
-    "two slots": Job(replica_slots=2),
+    "homes": (2, 0),
+    "homes, replicas of the model": (1, 0),
+    "kept": (2, 1),
+    "kept, replicas of the model": (1, 1),
+    "two slots": (2, 2),
 }
+"""Parts, and replica slots of a rank."""
 
 
 def odd_width() -> None:
     global WIDTH
     WIDTH, before = 7, WIDTH
     try:
-        build(Job(replica_slots=1))
+        Divided(0, 2, 1)
     finally:
         WIDTH = before
 
@@ -213,13 +198,13 @@ def no_whole_sets() -> None:
 
 def train_all(rank: int) -> dict[str, float]:
     torch.set_default_dtype(torch.float64)
-    whole = alone(4)
-    found = {name: distance(train(rank, job), whole) for name, job in RIGHT.items()}
+    whole = alone(JOB, RANKS).train(STEPS)
+    found = {name: distance(rank, whole, *ways) for name, ways in RIGHT.items()}
     assert_refused({"copies cannot be cut into 2 slices along dimension 1": odd_width})
     assert_refused({"are divided over 3 ranks, and 2 hold the same ones": no_whole_sets})
     return found
 
 
 def test_training_is_training_in_one_process_and_what_cannot_be_divided_is_refused() -> None:
-    for found in run_ranks(4, train_all):
+    for found in run_ranks(RANKS, train_all):
         assert {name: off for name, off in found.items() if not off < 1e-11} == {}

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support import training
 from support.dispatch_contract import BATCHES, SLOTS, Batch, there_and_back
 from support.host_waits import HostWaitsError, no_waits
 from support.job import Job, Run
-from support.moe_models import VOCABULARY, batch_of, make_model
+from support.moe_models import VOCABULARY
 from support.ranks import run_ranks
 
 import eplb_runtime as eplb
@@ -62,17 +61,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def losses(rank: int, settings: dict[str, Any]) -> list[float]:
     """Of an attached model with copies that repeats its forwards."""
-    model = make_model("olmoe", experts=8, layers=1, top_k=2)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {"replica_slots": 1, "interval": 100, "lag": 1, **settings}
+    job = Run(rank, Job(layers=1, recompute="layers", planner=eplb.plan, settings=settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        balancer = training.attach(model, optimizer, replica_slots=1, **settings)
-    assert balancer.topology.ranks_per_node == 2
-    model.train()
-    found = [training.step(model, optimizer, batch_of(rank, step)) for step in range(2)]
-    balancer.close()
-    return found
+        job.attach()
+    assert job.balancer.topology.ranks_per_node == 2
+    return job.train(2).end().losses
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +164,7 @@ def test_one_rank_alone_has_every_bit_of_the_exchange_and_its_host_never_waits()
 EXPERTS, LAYERS, INTERVAL, WIDTH, RANKS = 8, 2, 4, 32, 2
 
 
-def train(rank: int, ranks_per_node: int) -> dict[str, Any]:
+def on_nodes_of(rank: int, ranks_per_node: int) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     asked = []
 
@@ -199,7 +194,7 @@ def train(rank: int, ranks_per_node: int) -> dict[str, Any]:
 
 
 def on_nodes(rank: int) -> list[dict[str, Any]]:
-    return [train(rank, 1), train(rank, RANKS)]
+    return [on_nodes_of(rank, 1), on_nodes_of(rank, RANKS)]
 
 
 def test_experts_come_near_the_node_that_asks_for_them() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import training
+from support.job import Job, Run, alone, moved, of_family, static
 from support.moe_models import batch_of, make_model
 from support.ranks import run_ranks
-from support.seen import differing, digests, heard
-from support.shuffle import plan_by, plan_shuffle
+from support.seen import differing, digests, furthest, heard
+from support.shuffle import plan_shuffle
+from support.training import undone
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
@@ -26,67 +27,29 @@ STEPS, EXPERTS, RANKS = 3, 8, 2
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is adapted, and how it is computed: ``grouped_mm`` adds grouped products, where rows of ``r`` fit."""
-
-    family: str = "olmoe"
-    implementation: str = "grouped_mm"
-    options: dict[str, Any] = field(default_factory=lambda: {"r": 16})
-    dtype: torch.dtype = torch.float64
-    replica_slots: int = 0
-    layers: int = 1
-
-
 def with_lora(job: Job, **more: Any) -> Any:
+    """``grouped_mm`` adds grouped products, where rows of ``r`` fit."""
     from peft import LoraConfig, get_peft_model
     from transformers.integrations import moe
 
     has_grouped_products = job.dtype is not torch.float64
     moe._can_use_grouped_mm = lambda *_: has_grouped_products
-    base = make_model(job.family, experts=EXPERTS, layers=job.layers).to(job.dtype)
-    base.set_experts_implementation(job.implementation)
+    base = of_family(job)
     torch.manual_seed(3)
     chosen = {"target_modules": ["q_proj"], "target_parameters": TARGETS, "init_lora_weights": False, "lora_alpha": 24}
-    return get_peft_model(base, LoraConfig(**{**chosen, **job.options, **more}))
+    return get_peft_model(base, LoraConfig(**{**chosen, "r": 16, **more}))
 
 
-def made(job: Job, **more: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = with_lora(job, **more)
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
-def attached(job: Job, *, move: bool, given: Any = None) -> tuple[Any, torch.optim.Optimizer, eplb.Balancer]:
-    model, optimizer = made(job) if given is None else given
-    balancer = training.attach(
-        model,
-        optimizer,
-        interval=1,
-        policy="incremental" if move else "static",
-        gate="always",
-        replica_slots=job.replica_slots,
-        lag=0,
-    )
-    if move and not job.replica_slots:
-        plan_by(balancer, plan_shuffle)
-    model.train()
-    return model, optimizer, balancer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], steps: int = STEPS) -> list[float]:
-    """With the batches of these ranks."""
-    losses = []
-    for step in range(steps):
-        found = []
-        for rank in ranks:
-            ids = batch_of(rank, step)
-            loss = model(input_ids=ids, labels=ids).loss / len(ranks)
-            loss.backward()
-            found.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(found))
-    return losses
+job = partial(
+    Job,
+    model=with_lora,
+    layers=1,
+    dtype=torch.float64,
+    optimizer=partial(torch.optim.AdamW, lr=1e-2),
+    planner=plan_shuffle,
+    steps=STEPS,
+)
+WITH_COPIES = job(planner=eplb.plan, settings={"replica_slots": 1})
 
 
 def in_layout_of_peft(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -101,36 +64,26 @@ def in_layout_of_peft(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
-
-
 def runs(rank: int, job: Job) -> dict[str, Any]:
     """All homes fixed, and all homes moved in each step; without us on one rank."""
-    states, epochs, moved = [], [], []
-    for move in (False, True)[job.replica_slots :]:
-        model, optimizer, balancer = attached(job, move=move)
-        moved.append(train(model, optimizer, [rank]))
-        state = eplb.logical_state_dict(model, optimizer)
-        states.append(digests(state))
-        epochs.append(balancer.placement.epoch)
-        balancer.close()
-    model, optimizer = made(job)
-    model.train()
-    losses = train(model, optimizer, list(range(RANKS)))
+    traces = []
+    for way in (static(job), job)[job is WITH_COPIES :]:
+        run = Run(rank, way).attach().train(STEPS)
+        state = in_layout_of_peft(run.state())
+        traces.append(run.end())
+    peft = alone(job, RANKS).train(STEPS)
     return {
-        "losses": (losses, moved[0], moved[-1]),
-        "epochs": epochs,
-        "static is moved": differing(states[0], states[-1]),
-        "beside PEFT": farthest(in_layout_of_peft(state), eplb.logical_state_dict(model, optimizer)),
+        "losses": (peft.losses, traces[0].losses, traces[-1].losses),
+        "commits": [trace.commits for trace in traces],
+        "static is moved": differing(traces[0].bits, traces[-1].bits),
+        "beside PEFT": furthest(state, peft.state()),
     }
 
 
 JOBS = {
-    "grouped products": Job(layers=2),
-    "base in bfloat16, adapters in float32": Job(dtype=torch.bfloat16),
-    "copies": Job(replica_slots=1),
+    "grouped products": job(layers=2),
+    "base in bfloat16, adapters in float32": job(dtype=torch.bfloat16),
+    "copies": WITH_COPIES,
 }
 BESIDE_PEFT = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: torch.inf}
 
@@ -149,11 +102,8 @@ def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any
     job, found = JOBS[name], [one[name] for one in of_jobs]
     for one in found:
         assert one["beside PEFT"] < BESIDE_PEFT[job.dtype]
-        if job.replica_slots:
-            assert one["epochs"][0] > 0
-            continue
-        assert one["epochs"] == [0, STEPS] and one["static is moved"] == []
-        assert one["losses"][1] == one["losses"][2]
+        assert one["static is moved"] == []
+        assert one["commits"] == [0, STEPS] or (name == "copies" and one["commits"][0] > 0)
     means = [sum(losses) / RANKS for losses in zip(*(one["losses"][2] for one in found), strict=True)]
     assert means == pytest.approx(
         found[0]["losses"][0], abs={torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2}[job.dtype]
@@ -167,26 +117,21 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     from peft import PeftModel
 
     found: dict[str, Any] = {}
-    job = Job(layers=2)
-    models = {}
-    for name, move in (("static", False), ("moved", True)):
-        model, optimizer, balancer = attached(job, move=move)
-        train(model, optimizer, [rank], 3)
+    runs = {}
+    for name, way in (("static", static), ("moved", moved)):
+        run = runs[name] = Run(rank, way(job(layers=2))).attach().train(3)
         found["gathered everywhere"] = []
-        gather = type(balancer).gather_experts
-        type(balancer).gather_experts = lambda *_, **__: found["gathered everywhere"].append(1)
-        model.save_pretrained(folder / name)
-        type(balancer).gather_experts = gather
-        models[name] = model, balancer
-    model, optimizer, balancer = attached(job, move=False, given=made(job, target_parameters=[]))
+        with undone(eplb.Balancer):
+            eplb.Balancer.gather_experts = lambda *_, **__: found["gathered everywhere"].append(1)
+            run.model.save_pretrained(folder / name)
+    run = Run(rank, static(job(layers=2, model=partial(with_lora, target_parameters=[])))).attach()
     with heard() as warned:
-        model.save_pretrained(folder / f"attention {rank}")
+        run.model.save_pretrained(folder / f"attention {rank}")
         saved = len(warned)
-        model.state_dict()
+        run.model.state_dict()
     found["warned"] = [["state_dict()" in line for line in lines] for lines in (warned[:saved], warned[saved:])]
-    balancer.close()
-    model, balancer = models["moved"]
-    model.eval()
+    run.balancer.close()
+    model = runs["moved"].model.eval()
     logical = eplb.logical_state_dict(model)
     ids = batch_of(rank, 77)
 
@@ -211,7 +156,6 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     for parameter, data in kept:
         parameter.data = data
     # Adapters in PEFT's layout go to the experts that are here, wherever these have moved to.
-    model, balancer = models["moved"]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora" in name:
@@ -219,7 +163,7 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     model.load_adapter(folder / "moved", "default", is_trainable=True)
     loaded = digests(eplb.logical_state_dict(model))
     found["loaded"] = [name for name in differing(loaded, digests(logical)) if "lora" in name]
-    found["moved"] = balancer.placement.home.tolist() != models["static"][1].placement.home.tolist()
+    found["moved"] = len({run.balancer.placement.digest() for run in runs.values()}) == 2
     found["refused"] = [
         said(model.merge_and_unload),
         said(model.unload),
@@ -230,8 +174,8 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
         said(lambda: model.load_adapter(folder / "moved", "default", low_cpu_mem_usage=True)),
     ]
     found["after refusals"] = loss(model), adapted
-    for _, balancer in models.values():
-        balancer.close()
+    for run in runs.values():
+        run.balancer.close()
     return found
 
 
@@ -270,11 +214,9 @@ def test_peft_saves_loads_and_disables_them(tmp_path: Path) -> None:
 
 def loaded_beside_copies(rank: int, folder: Path) -> tuple[list[float], bool]:
     """Losses of forwards before and after a call that writes into adapters, with copies."""
-    job = Job(replica_slots=1)
-    model, optimizer, balancer = attached(job, move=True)
-    train(model, optimizer, [rank], 3)
+    run = Run(rank, WITH_COPIES).attach().train(3)
+    model, balancer = run.model.eval(), run.balancer
     model.save_pretrained(folder)
-    model.eval()
     ids = batch_of(rank, 77)
     losses = []
     for call in (lambda: None, lambda: model.load_adapter(folder, "default", is_trainable=True)):
@@ -303,13 +245,13 @@ def refusals(rank: int) -> dict[str, str]:
         trained = [p for p in model.parameters() if p.requires_grad]
         found[case] = said(lambda: eplb.attach(model, torch.optim.AdamW(trained)))
 
-    model = with_lora(Job())
+    model = with_lora(job())
     model.add_adapter("second", LoraConfig(r=4, target_parameters=TARGETS))
     tried("several", model)
-    model = with_lora(Job())
+    model = with_lora(job())
     model.merge_adapter()
     tried("merged", model)
-    tried("biases", with_lora(Job("gpt_oss"), target_parameters=["mlp.experts.down_proj_bias"]))
+    tried("biases", with_lora(job(family="gpt_oss"), target_parameters=["mlp.experts.down_proj_bias"]))
     tried("no PeftModel", inject_adapter_in_model(LoraConfig(target_parameters=TARGETS), make_model("olmoe")))
     base = make_model("olmoe", experts=EXPERTS)
     eplb.shard_experts(base)

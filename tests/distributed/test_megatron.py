@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support import megatron_standins as standins
 from support.megatron_jobs import (
     MICRO_BATCHES,
-    Job,
+    MegatronLoop,
     assert_moved_without_a_change,
     attached,
     batches_of,
@@ -59,14 +59,14 @@ def refused_at_attach() -> Said:
     """What is said of jobs, after what must be in it."""
 
     def attach(options: dict[str, Any], optimizer: Any = None, inside: bool = False, **settings: Any) -> str:
-        job = Job(**options)
+        job = MegatronLoop(**options)
         model = job.models[0].module if inside else job.models[0]
         return said_by(lambda: eplb.attach(model, optimizer or job.optimizer, config=eplb.BalancerConfig(**settings)))
 
     bare = {"plain": True, "bf16": False}
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    other = torch.optim.SGD(Job().models[0].parameters(), lr=1.0)
-    several = Job()
+    other = torch.optim.SGD(MegatronLoop().models[0].parameters(), lr=1.0)
+    several = MegatronLoop()
     several.config.fp8, several.config.cuda_graph_impl = "e4m3", "local"
     at_once = said_by(lambda: attached(several, move=False))
     return [
@@ -82,7 +82,7 @@ def refused_at_attach() -> Said:
 
 def refused_later() -> Said:
     """What is said of calls of a balancer, and of a wrapper that is made after attach."""
-    job = Job()
+    job = MegatronLoop()
     found = [("call step()", said_by(lambda: eplb.record(job.models[0], "", job.optimizer)))]
     balancer = attached(job, move=True)
     found += [
@@ -94,7 +94,7 @@ def refused_later() -> Said:
     found.append(("optimizer's step", said_by(balancer.rebalance)))
     balancer.close()
     for is_trained, line in ((True, "was made after attach"), (False, "is no torch.optim.Optimizer")):
-        bare, other = Job(plain=True, bf16=False), Job(bf16=False)
+        bare, other = MegatronLoop(plain=True, bf16=False), MegatronLoop(bf16=False)
         if not is_trained:
             bare.optimizer = None
         balancer = attached(bare, move=False)
@@ -129,7 +129,7 @@ def refused_by_place(folder: Path) -> Said:
     job.models[0].load_state_dict(job.models[0].state_dict())
     job.optimizer.load_state_dict(job.optimizer.state_dict())
     balancer.close()
-    job = Job()
+    job = MegatronLoop()
     balancer = attached(job, move=True)
     job.train(range(1))
     sharded(job, loading=False)
@@ -179,7 +179,7 @@ def settings(rank: int, folder: str) -> dict[str, Any]:
     recipe = read_recipe(str(script))
     found = {"written": settings_of({**recipe.defaults, **recipe.options}).values}
     for name, distributed in (("live", True), ("other", False)):
-        job = Job(moe_router_topk=3, distributed=distributed)
+        job = MegatronLoop(moe_router_topk=3, distributed=distributed)
         of_job = settings_of_job(job.models[0], [job.optimizer])
         assert of_job is not None
         found[name] = of_job.values

@@ -12,7 +12,7 @@ import torch
 from support import megatron_standins as standins
 from support.megatron_jobs import (
     OFFLOADED,
-    Job,
+    MegatronLoop,
     Row,
     assert_moved_without_a_change,
     attached,
@@ -85,7 +85,7 @@ SLIME = {
 # -- what a row looks at besides, and what is refused of the live objects of a job -------------------------------------
 
 
-def by_hand(job: Job, balancer: eplb.Balancer) -> float:
+def by_hand(job: MegatronLoop, balancer: eplb.Balancer) -> float:
     """The loss of a forward that no schedule has begun. Without moves weights are quantized for it here."""
     for part in job.models[0].modules():
         if hasattr(part, "is_first_microbatch") and not moved_by(balancer):
@@ -95,27 +95,27 @@ def by_hand(job: Job, balancer: eplb.Balancer) -> float:
     return float(loss_of(output)[0])
 
 
-def pop_caches(job: Job) -> None:
+def pop_caches(job: MegatronLoop) -> None:
     for part in job.models[0].modules():
         vars(part).pop("is_first_microbatch", None)
 
 
-def mark_as_quantized(job: Job) -> None:
+def mark_as_quantized(job: MegatronLoop) -> None:
     next(p for name, p in job.models[0].named_parameters() if ".experts." in name)._quantizer = None
 
 
-def forget_stage(job: Job) -> None:
+def forget_stage(job: MegatronLoop) -> None:
     for model in job.models:
         for part in model.modules():
             vars(part).pop("vp_stage", None)
 
 
-def pop_scales(job: Job) -> None:
+def pop_scales(job: MegatronLoop) -> None:
     for leaf in job.optimizer.chained_optimizers:
         vars(leaf.optimizer).pop("_scales", None)
 
 
-def not_distributed(job: Job) -> None:
+def not_distributed(job: MegatronLoop) -> None:
     options = {**offloaded(1.0), **PLAIN}
     job.__init__(**options)  # type: ignore[misc]
 
@@ -236,7 +236,7 @@ def test_the_bias_of_experts_follows_the_load_of_all_steps() -> None:
 def decided_without_memory(rank: int) -> dict[str, Any]:
     """What a decision says while weights have no memory on one rank, and whether experts move later."""
     standins.cpu()
-    job = Job(**TOP_3)
+    job = MegatronLoop(**TOP_3)
     balancer = attached(job, move=True, interval=2)
     memory = standins.Memory(job.models[0], job.optimizer)
     job.train(range(1))

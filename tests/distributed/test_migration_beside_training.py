@@ -6,10 +6,8 @@ decision; on the way, experts come too late, are written by the user, arrive wit
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,12 +158,11 @@ def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
 class Decayed(support.job.Run):
     """A job whose user decays experts' weights between two steps, once the experts that leave are packed."""
 
-    background: Any = SimpleNamespace(_flights=())
+    def wait_for_all(self, come: Callable[[Any], bool]) -> None: ...
 
     def step(self) -> None:
         super().step()
-        while any(flight.posted is None for flight in self.background._flights):
-            time.sleep(0.001)
+        self.wait_for_all(lambda flight: flight.posted is not None)
         with torch.no_grad():
             for name in self.balancer.layer_of_parameter:
                 self.model.get_parameter(name).data.mul_(0.99)
@@ -173,6 +170,8 @@ class Decayed(support.job.Run):
 
 class Decaying(Decayed, Run):
     """The same, with experts that leave."""
+
+    wait_for_all = Run.wait_for_all
 
 
 def written_between_steps(rank: int) -> bool:

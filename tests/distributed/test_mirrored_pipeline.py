@@ -81,7 +81,7 @@ class BothWays:
         return arrived
 
 
-def train(rank: int, moving: bool) -> dict[str, Any]:
+def both_ways(rank: int, moving: bool) -> dict[str, Any]:
     groups = [dist.new_group(list(range(first, first + EP))) for first in range(0, POSITIONS * EP, EP)]
     stages = make_stages((1, 1))
     optimizers = [torch.optim.AdamW(stage.parameters(), lr=1e-2) for stage in stages]
@@ -103,10 +103,10 @@ def train(rank: int, moving: bool) -> dict[str, Any]:
     )
     plan_by(balancer, plan_shuffle)
     wait_until_compiled(balancer)
-    both_ways = BothWays(rank, [stage.train() for stage in stages])
+    schedule = BothWays(rank, [stage.train() for stage in stages])
     result: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
-        result["losses"].append(both_ways.step(step))
+        result["losses"].append(schedule.step(step))
         result["norms"].append(balancer.clip_grad_norm_(0.5).item())
         for optimizer in optimizers:
             optimizer.step()
@@ -125,7 +125,7 @@ def train(rank: int, moving: bool) -> dict[str, Any]:
 
 
 def jobs(rank: int) -> list[dict[str, Any]]:
-    return [train(rank, moving) for moving in (False, True)]
+    return [both_ways(rank, moving) for moving in (False, True)]
 
 
 def test_mirrored_stages_equal_the_whole_model_and_stay_alike() -> None:
@@ -202,7 +202,7 @@ def one_stage_alone(rank: int) -> list:
     before = balancer.placement
     map_, home = before.physical_to_logical.copy(), before.home.copy()
     map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
-    balancer.rebalancer._migrate(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
+    balancer.place(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
     aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
     epoch = balancer.placement.epoch
     balancer.close()

@@ -26,7 +26,7 @@ from eplb_runtime.placement import EMPTY
 EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
 
 
-def train(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
+def observed(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
     """A job on changing batches, and what it did, looked at from inside."""
     settings = {"interval": INTERVAL, "lag": 1, "run": run, "listen": 0, "replica_slots": replica_slots}
     job = Run(
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict]:
-    return run_ranks(RANKS, train, str(folder))
+    return run_ranks(RANKS, observed, str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_metrics_and_page_of_a_running_job_are_what_it_did(results: list[dict], 
 
 
 def test_replicas_that_rebalances_placed_are_counted_in_each_view(tmp_path: Path) -> None:
-    for result in run_ranks(RANKS, train, str(tmp_path), 1):
+    for result in run_ranks(RANKS, observed, str(tmp_path), 1):
         pairs = zip(result["replicas"], result["replicas"][1:], strict=False)
         placed = [int(((now != before) & (now != EMPTY)).sum()) for before, now in pairs if (now != before).any()]
         assert placed and [event.placed_replicas for event in result["committed"]] == placed

@@ -28,7 +28,7 @@ SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZero
 
 
 @dataclass(frozen=True)
-class Job:
+class Pipeline:
     schedule: str
     blocks: int = 4
     pp: int = 2
@@ -53,7 +53,7 @@ class Job:
         return [position, second]
 
 
-def batches(job: Job, column: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def batches(job: Pipeline, column: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, labels and what of it is no padding (``[N, 1]``), of all micro-batches one after the other."""
     parts = [micro_batch(column, step, number, TOKENS) for number in range(job.micro_batches)]
     ids, labels = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -62,7 +62,7 @@ def batches(job: Job, column: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, (place >= padding).long().unsqueeze(1)
 
 
-def stage_of(job: Job, number: int, module: Stage, group: dist.ProcessGroup) -> PipelineStage:
+def stage_of(job: Pipeline, number: int, module: Stage, group: dist.ProcessGroup) -> PipelineStage:
     hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
     logits = torch.empty(TOKENS, VOCABULARY, dtype=torch.float64, requires_grad=True)
     first, last = number == 0, number == job.stages - 1
@@ -81,7 +81,7 @@ def stage_of(job: Job, number: int, module: Stage, group: dist.ProcessGroup) -> 
 class Run:
     """One rank's part of a job."""
 
-    job: Job
+    job: Pipeline
     column: int
     modules: dict[int, Stage]
     schedule: Any
@@ -101,7 +101,7 @@ def groups_of(rank: int, pp: int, ep: int) -> tuple[dist.ProcessGroup, dist.Proc
     return _GROUPS[pp, ep]
 
 
-def start(rank: int, job: Job) -> Run:
+def start(rank: int, job: Pipeline) -> Run:
     pipeline, experts = groups_of(rank, job.pp, job.ep)
     everything = make_stages((job.blocks // job.stages,) * job.stages)
     modules = {number: everything[number].train() for number in job.stages_of(rank // job.ep)}
@@ -131,7 +131,7 @@ def start(rank: int, job: Job) -> Run:
     return Run(job, rank % job.ep, modules, schedule, optimizers, balancer)
 
 
-def placement_with_copies(job: Job) -> eplb.Placement:
+def placement_with_copies(job: Pipeline) -> eplb.Placement:
     """Each rank holds a copy of the next rank's first expert."""
     placement = eplb.Placement.initial(job.blocks, EXPERTS, job.ep, job.replica_slots)
     map_ = placement.physical_to_logical.copy()
@@ -141,7 +141,7 @@ def placement_with_copies(job: Job) -> eplb.Placement:
     return eplb.Placement(map_, EXPERTS, job.ep, placement.home, 0)
 
 
-def train(rank: int, job: Job) -> dict[str, Any]:
+def train(rank: int, job: Pipeline) -> dict[str, Any]:
     run = start(rank, job)
     said: list[str] = []
     if job.meddle:
@@ -199,7 +199,7 @@ def meddle(run: Run, said: list[str]) -> None:
 @cache
 def whole(blocks: int, ep: int, micro_batches: int) -> dict[str, Any]:
     """The same model in one piece, in one process, on the batches of all ranks."""
-    job = Job("", blocks=blocks, ep=ep, micro_batches=micro_batches)
+    job = Pipeline("", blocks=blocks, ep=ep, micro_batches=micro_batches)
     (model,) = make_stages((blocks,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     counts = torch.zeros(blocks, EXPERTS, dtype=torch.int64)
@@ -233,7 +233,7 @@ def whole(blocks: int, ep: int, micro_batches: int) -> dict[str, Any]:
     return result
 
 
-def largest_difference(job: Job, results: list[dict[str, Any]]) -> float:
+def largest_difference(job: Pipeline, results: list[dict[str, Any]]) -> float:
     reference = whole(job.blocks, job.ep, job.micro_batches)
     differences = []
     for rank, result in enumerate(results):
@@ -253,7 +253,7 @@ def largest_difference(job: Job, results: list[dict[str, Any]]) -> float:
     return max(differences)
 
 
-def check_counts(job: Job, results: list[dict[str, Any]]) -> None:
+def check_counts(job: Pipeline, results: list[dict[str, Any]]) -> None:
     reference = whole(job.blocks, job.ep, job.micro_batches)
     per_stage = job.blocks // job.stages
     for rank, result in enumerate(results):
@@ -269,18 +269,18 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return wrong + [name for name in ("losses", "norms") if one[name] != other[name]]
 
 
-def several(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
+def several(rank: int, jobs: list[Pipeline]) -> list[dict[str, Any]]:
     return [train(rank, job) for job in jobs]
 
 
-def run_jobs(world: int, jobs: list[Job]) -> list[list[dict[str, Any]]]:
+def run_jobs(world: int, jobs: list[Pipeline]) -> list[list[dict[str, Any]]]:
     """What each rank gave, for each job."""
     return [list(results) for results in zip(*run_ranks(world, several, jobs), strict=True)]
 
 
 def beside_and_still(rank: int) -> list[dict[str, Any]]:
     """Experts that move beside the steps until they have twice, and experts that stay for as many steps."""
-    job = Job("ScheduleDualPipeV", overlap=True, moving=True, beside=True, steps=12)
+    job = Pipeline("ScheduleDualPipeV", overlap=True, moving=True, beside=True, steps=12)
     moved = train(rank, job)
     return [moved, train(rank, replace(job, moving=False, beside=False, steps=len(moved["losses"])))]
 
@@ -295,7 +295,7 @@ def test_experts_that_migrate_beside_the_steps_of_a_pipeline_change_no_bit() -> 
 
 @pytest.mark.parametrize("schedule", rows_of(SCHEDULES, "Schedule1F1B", "ScheduleDualPipeV"))
 def test_a_schedule_equals_the_whole_model_and_migrations_change_no_bit(schedule: str) -> None:
-    job = Job(schedule)
+    job = Pipeline(schedule)
     still, moved = run_jobs(4, [job, replace(job, moving=True, meddle=True)])
     assert largest_difference(job, still) < 1e-10
     check_counts(job, still)
@@ -307,8 +307,8 @@ def test_a_schedule_equals_the_whole_model_and_migrations_change_no_bit(schedule
 
 
 COPIES = {
-    "kept": Job("ScheduleDualPipeV", replica_slots=1),
-    "kept, and brought home once a step": Job("Schedule1F1B", replica_slots=1, hold_back=True),
+    "kept": Pipeline("ScheduleDualPipeV", replica_slots=1),
+    "kept, and brought home once a step": Pipeline("Schedule1F1B", replica_slots=1, hold_back=True),
 }
 
 
@@ -320,7 +320,7 @@ def test_copies_of_experts_change_nothing_under_any_schedule(name: str) -> None:
     check_counts(job, results)
 
 
-IN_TURN = Job("ScheduleDualPipeV", micro_batches=8)
+IN_TURN = Pipeline("ScheduleDualPipeV", micro_batches=8)
 AT_ONCE = replace(IN_TURN, overlap=True)
 PAIRED = [(IN_TURN, AT_ONCE, replace(AT_ONCE, moving=True))]
 PAIRED += [tuple(replace(job, replica_slots=1) for job in PAIRED[0][:2])]

@@ -43,7 +43,7 @@ def route_otherwise_in_recompute() -> None:
     ExpertParallelLayer.__call__ = fickle
 
 
-def train(rank: int, job: Job, damage: Callable[[], None] = nothing) -> dict[str, Any]:
+def counted(rank: int, job: Job, damage: Callable[[], None] = nothing) -> dict[str, Any]:
     run, calls, counts, call = Run(rank, job).attach(), [], [], dist.all_to_all_single
 
     def recorded(*args: object, **options: object) -> object:
@@ -82,7 +82,7 @@ JOBS = {
 
 def train_all(rank: int) -> dict[str, dict]:
     damage = {"copies, worked out anew": work_everything_out_anew}
-    return {name: train(rank, job, damage.get(name, nothing)) for name, job in JOBS.items()}
+    return {name: counted(rank, job, damage.get(name, nothing)) for name, job in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -112,4 +112,4 @@ def test_no_bit_changes_and_copies_are_split_as_they_were(trained: list[dict[str
 
 def test_a_router_that_does_not_repeat_itself_is_an_error() -> None:
     with pytest.raises(AssertionError, match="RecomputeError: activation recompute chose other experts"):
-        run_ranks(2, train, JOBS["each layer"], route_otherwise_in_recompute)
+        run_ranks(2, counted, JOBS["each layer"], route_otherwise_in_recompute)

@@ -51,7 +51,7 @@ class Counted:
             self.steps[-1][layer] += np.bincount(ids.reshape(-1).numpy(), minlength=EXPERTS)
 
 
-def train(rank: int, run: str = "") -> tuple[list[float], NDArray[np.int64]]:
+def watched(rank: int, run: str = "") -> tuple[list[float], NDArray[np.int64]]:
     """Losses, and what routers chose in each step; with padding, activation checkpointing, and an evaluation."""
     model = make_model("olmoe", experts=EXPERTS)
     model.gradient_checkpointing_enable()
@@ -86,8 +86,8 @@ def train(rank: int, run: str = "") -> tuple[list[float], NDArray[np.int64]]:
 
 def recorded(rank: int, folder: Path) -> NDArray[np.int64]:
     """What routers chose; and other calls are refused on all ranks."""
-    losses, chosen = train(rank, str(folder / "run"))
-    assert losses == train(rank)[0], "watching changes no bit"
+    losses, chosen = watched(rank, str(folder / "run"))
+    assert losses == watched(rank)[0], "watching changes no bit"
     model = make_model("olmoe", experts=8 if rank == 0 else 4)
     alike = make_model("olmoe", experts=8)
     (folder / "a file").touch()

@@ -7,7 +7,6 @@ import atexit
 import os
 import signal
 import threading
-import time
 from copy import deepcopy
 from typing import Any
 
@@ -28,8 +27,7 @@ def until_here(job: Run) -> None:
     job.until_sent()
     for flight in job.background._flights:
         flight.patience = 10.0
-        while flight.posted is None or flight.posted.after is None:
-            time.sleep(0.001)
+    job.wait_for_all(lambda flight: flight.posted is not None and flight.posted.after is not None)
 
 
 def replaced(rank: int) -> tuple[bool, bool]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from support import megatron_standins as standins
 from support.examples import load_example
-from support.megatron_jobs import Job, needs_megatron
+from support.megatron_jobs import MegatronLoop, needs_megatron
 from support.ranks import run_ranks
 from support.seen import differing
 from torch import Tensor
@@ -38,7 +38,7 @@ def model_of_two_ranks() -> tuple[Any, eplb.Balancer]:
     """In bfloat16, by Megatron's distributed optimizer, after a step; experts are where they were at launch."""
     standins.cpu()
     standins.grouped()
-    job = Job()
+    job = MegatronLoop()
     (model,) = job.models
     for name, parameter in model.named_parameters():
         if ".experts." in name:

@@ -62,7 +62,7 @@ def test_the_job_shows_what_rebalancing_did(tmp_path: Path) -> None:
 SCRIPT = ROOT / "launch/examples/resume.py"
 
 
-def train(folder: Path, ranks: int) -> dict[str, Any]:
+def undisturbed_job(folder: Path, ranks: int) -> dict[str, Any]:
     """What a job wrote that nothing happened to."""
     done = run_script(SCRIPT, "--folder", folder, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,14 +86,14 @@ def train_killed(folder: Path, at: str, by_torchrun: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_job_that_was_killed_ends_as_one_that_was_not(by_torchrun: bool, tmp_path: Path) -> None:
     undisturbed, killed, other = (tmp_path / name for name in ("undisturbed", "killed", "other"))
-    whole = train(undisturbed, 2)
+    whole = undisturbed_job(undisturbed, 2)
     assert whole["resumed_from"] == 0 and whole["migrations"] > 0
     resumed = train_killed(killed, "12", by_torchrun)
     assert resumed["resumed_from"] == 10
     assert resumed["losses"] == {step: whole["losses"][step] for step in map(str, range(11, 17))}, "not bit-identical"
 
     shutil.copytree(killed / "step-10", other / "step-10")
-    on_four = train(other, 4)
+    on_four = undisturbed_job(other, 4)
     assert on_four["resumed_from"] == 10
     for step, loss in on_four["losses"].items():
         assert loss == pytest.approx(whole["losses"][step], rel=0, abs=1e-10)

@@ -95,7 +95,7 @@ def test_ray_train_runs_the_example(tmp_path: Path) -> None:
 # -- From a job as it is to the verdict: an example's model is recorded on two ranks, and the command assesses it
 
 
-def train(rank: int, run: str) -> None:
+def record_steps(rank: int, run: str) -> None:
     """Without a balancer, in data parallelism."""
     ours = load_example("any_module")
     torch.manual_seed(0)
@@ -112,7 +112,7 @@ def train(rank: int, run: str) -> None:
 
 
 def test_a_recorded_example_is_assessed_without_any_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(2, train, str(tmp_path))
+    run_ranks(2, record_steps, str(tmp_path))
     job, expert = read_series(tmp_path)[2], 64 * 256 + 256 + 256 * 64 + 64
     assert 0 < job.expert_seconds < job.step_seconds and (job.dtype, job.device) == ("float32", "cpu")
     assert (job.ranks, job.ranks_per_node, job.ep_size, job.interval) == (2, 2, 1, 4)

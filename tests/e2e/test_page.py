@@ -25,7 +25,7 @@ from eplb_runtime.observe.start import Shown
 PHONE = {"width": 360, "height": 740}
 
 
-class Job:
+class ShownJob:
     """A made-up job that is shown, and takes events one decision at a time."""
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job()
+def job() -> Iterator[ShownJob]:
+    made = ShownJob()
     yield made
     made.shown.close()
 
@@ -86,12 +86,12 @@ def exact(page: Any, key: str) -> float:
     return float(page.get_attribute(f'#numbers dd[data-key="{key}"]', "data-exact"))
 
 
-def look_again(page: Any, job: Job) -> None:
+def look_again(page: Any, job: ShownJob) -> None:
     page.evaluate("ask()")
     page.wait_for_selector(f'html[data-version="{job.shown.state.version}"]', state="attached")
 
 
-def test_the_page_shows_what_the_metrics_say(page: Any, job: Job) -> None:
+def test_the_page_shows_what_the_metrics_say(page: Any, job: ShownJob) -> None:
     for _ in range(3):
         job.decide()
     page.goto(job.url)
@@ -110,7 +110,7 @@ def test_the_page_shows_what_the_metrics_say(page: Any, job: Job) -> None:
     assert page.inner_text('#progress [data-key="step"]') == str(job.step)
 
 
-def test_a_rebalance_shows_up_without_a_reload(page: Any, job: Job) -> None:
+def test_a_rebalance_shows_up_without_a_reload(page: Any, job: ShownJob) -> None:
     job.decide()
     page.goto(job.url)
     look_again(page, job)
@@ -123,7 +123,7 @@ def test_a_rebalance_shows_up_without_a_reload(page: Any, job: Job) -> None:
     assert len(page.query_selector_all("#timeline tbody tr")) == 3
 
 
-def test_a_layer_is_opened_by_the_keyboard_alone_and_each_slot_shows_its_expert(page: Any, job: Job) -> None:
+def test_a_layer_is_opened_by_the_keyboard_alone_and_each_slot_shows_its_expert(page: Any, job: ShownJob) -> None:
     """And an expert its slots."""
     for _ in range(2):
         job.decide()
@@ -152,7 +152,7 @@ def test_a_layer_is_opened_by_the_keyboard_alone_and_each_slot_shows_its_expert(
     assert said.startswith(f"expert {expert}: ") and said.count("(") == (placement[1] == expert).sum()
 
 
-def test_it_fits_a_phone_and_follows_the_dark(browser: Any, job: Job) -> None:
+def test_it_fits_a_phone_and_follows_the_dark(browser: Any, job: ShownJob) -> None:
     job.decide()
     grounds = {}
     for scheme in ("light", "dark"):
@@ -167,7 +167,7 @@ def test_it_fits_a_phone_and_follows_the_dark(browser: Any, job: Job) -> None:
     assert grounds["light"] != grounds["dark"]
 
 
-def test_what_a_record_says_is_never_markup(page: Any, job: Job) -> None:
+def test_what_a_record_says_is_never_markup(page: Any, job: ShownJob) -> None:
     job.decide()
     evil = "<img src=x onerror=window.hurt=1>"
     job.shown.state.apply({"event": "GuardFinding", "step": 6, "time": 1.0, "finding": evil})

@@ -115,13 +115,13 @@ def test_bench_migrate_and_the_table_of_dispatchers_have_the_documented_keys() -
     assert all(row["why"] for row in result["left_out"])
 
 
-def train(rank: int) -> dict:
+def measure_training(rank: int) -> dict:
     work = Workload(layers=2, hidden=32, width=32, tokens=64, interval=4, settle_blocks=3, blocks=2)
     return bench_train.run(torch.device("cpu"), work=work)
 
 
 def test_bench_train_moves_experts_where_load_is_skewed_and_has_the_documented_keys() -> None:
-    result = json.loads(json.dumps(run_ranks(2, train)[0]))
+    result = json.loads(json.dumps(run_ranks(2, measure_training)[0]))
     assert list(result) == ["ranks", "timed", "train", "overhead"] and result["overhead"] > -1
     assert result["timed"] == "medians of 2 blocks of 4 steps: 8 calls of each variant, in turns"
     static, homes, *_ = result["train"]

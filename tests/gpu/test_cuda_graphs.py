@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 WORK = Workload(layers=2, experts=8, hidden=256, width=256, top_k=2, tokens=128)
 
 
-class Job:
+class AttachedStack:
     """An attached stack of MoE layers on one rank, in bfloat16, and a batch of it in memory that stays."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Job:
         old = self.balancer.placement
         map_ = np.roll(old.physical_to_logical, by, axis=1)
         new = eplb.Placement(map_, old.num_experts, 1, map_.argsort(axis=1), old.epoch + 1)
-        self.balancer.rebalancer._migrate(new)
+        self.balancer.place(new)
         assert self.balancer.placement.epoch == old.epoch + 1
 
 
@@ -76,7 +76,7 @@ def captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torc
 def follow(rank: int) -> list[tuple[bool, bool]]:
     """Whether a replay gives what the model gives by itself, over batches and placements; and whether counts are
     right."""
-    job, found = Job(), []
+    job, found = AttachedStack(), []
     counter = job.balancer.runtime.counter
     with torch.no_grad():
         replay, out = captured(job.forward)
@@ -132,7 +132,7 @@ def test_threads_of_the_balancer_do_not_end_a_capture() -> None:
 
 
 def wait_for_nothing(rank: int) -> None:
-    job = Job()
+    job = AttachedStack()
     job.step()  # the first rows that experts are given are looked at
     with no_host_sync():
         for _ in range(3):

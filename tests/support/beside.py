@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,24 @@ class Run(job.Run):
         self._group = ep_group
         self.attach(ep_group=ep_group)
         self.background = self.balancer.rebalancer.overlapped
-        self.engine = self.balancer.rebalancer._engine
+        self._came_on = threading.Condition()
+        if overlap:
+            for part, name in ((self.background, "_post_ahead"), (self.engine, "arrive")):
+                setattr(part, name, self._noticed(getattr(part, name)))
+
+    def _noticed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def then(*args: Any) -> Any:
+            result = call(*args)
+            with self._came_on:
+                self._came_on.notify_all()
+            return result
+
+        return then
+
+    def wait_for_all(self, come: Callable[[Any], bool]) -> None:
+        """Wait until experts on their way have come so far."""
+        with self._came_on:
+            assert self._came_on.wait_for(lambda: all(map(come, self.background._flights)), 60.0)
 
     def until(self, kind: type, most: int = 60) -> Any:
         """Train until something of this kind happens."""

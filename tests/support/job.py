@@ -1,5 +1,6 @@
-"""A training job of a model of `moe_models` in a few words, taken by the step (`Run`) or to its end (`train`), and the
-trace by which two jobs are compared: of the same bits are a job whose experts move and the same whose experts stay."""
+"""A training job in a few words, taken by the step (`Run`) or to its end (`train`), and the trace by which two jobs are
+compared: of the same bits are a job whose experts move and the same whose experts stay; near these are the same with EP
+groups of one rank (`single`) and without a balancer in one process (`alone`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.moe_models import batch_of, make_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import eplb_runtime as eplb
@@ -30,11 +31,25 @@ def changing(rank: int, number: int) -> Tensor:
     return batch_of(rank, number) % 12 + 12 * ((number // 2) % 7)
 
 
+def of_family(job: Job, **more: Any) -> Any:
+    """A small model of a real family."""
+    sizes = {"experts": job.experts, "layers": job.layers, "top_k": job.top_k, "width": job.width, "seed": job.seed}
+    model: Any = make_model(job.family, **sizes, **more).to(job.dtype)
+    model.set_experts_implementation(job.implementation)
+    return model
+
+
+def of_next_tokens(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
 @dataclass(frozen=True)
 class Job:
     """A model, where its parts are, what trains it, settings of the balancer, and what happens in its steps.
 
     Args:
+        model: makes it of the job.
+        loss: of the model and a batch.
         ep: ranks of an EP group; None: all.
         sliced: each expert is cut over the EDP ranks, all else over all ranks, by `fully_shard`.
         planner: says where experts go at each decision; without one they stay.
@@ -45,6 +60,9 @@ class Job:
     """
 
     family: str = "olmoe"
+    model: Callable[[Job], Any] = of_family
+    loss: Callable[[Any, Tensor], Tensor] = of_next_tokens
+    seed: int = 0
     experts: int = 8
     layers: int = 2
     top_k: int = 2
@@ -53,7 +71,7 @@ class Job:
     implementation: str = "grouped_mm"
     ep: int | None = None
     sliced: bool = False
-    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    optimizer: Callable[..., torch.optim.Optimizer] | None = ADAMW
     planner: Callable[..., eplb.Plan] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     steps: int = 3
@@ -96,6 +114,29 @@ def static(job: Job) -> Job:
     return replace(job, planner=None)
 
 
+def single(job: Job) -> Job:
+    """Each rank has all experts, and nothing moves."""
+    return replace(static(job), ep=1)
+
+
+def alone(job: Job, ranks: int) -> Run:
+    """The job in this process, without a balancer, on the batches of all ranks."""
+
+    def mean_loss(model: Any, batches: Any) -> Tensor:
+        return sum(job.loss(model, batch) for batch in batches) / ranks
+
+    def of_all(_: int, number: int) -> Any:
+        return [job.batches(rank, number) for rank in range(ranks)]
+
+    return Run(0, replace(job, loss=mean_loss, batches=of_all))
+
+
+def mean_over_ranks(numbers: list[float]) -> list[float]:
+    total = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
 class Run:
     """A job on this rank: the model, which a wrapper may stand before as `module`, its optimizer, and after `attach`
     the balancer."""
@@ -108,21 +149,20 @@ class Run:
         self._scaler: eplb.GradScaler | None = None
         self.losses: list[float] = []
         self.norms: list[float] = []
-        sizes = {"experts": job.experts, "layers": job.layers, "top_k": job.top_k, "width": job.width}
-        self.model: Any = make_model(job.family, **sizes).to(job.dtype).train()
-        self.module = self.model
-        self.model.set_experts_implementation(job.implementation)
+        self.model = self.module = job.model(job).train()
         if job.recompute in ("layers", "reentrant", "nested"):
             self.model.gradient_checkpointing_enable({"use_reentrant": job.recompute == "reentrant"})
         if job.recompute == "reentrant":
             self.model.enable_input_require_grads()
         policy = "incremental" if job.planner else "static"
         self._settings = {"interval": 1, "lag": 0, "gate": "always", "policy": policy, **job.settings}
-        ep = job.ep or dist.get_world_size()
         if job.sliced:
+            ep = job.ep or dist.get_world_size()
             self._settings["dense_gradients"] = "host"
             training.shard(self.model, ep, dist.get_world_size() // ep, **self._settings)
-        self.optimizer = job.optimizer(self.model.parameters())
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer: Any = job.optimizer(trained) if job.optimizer else None
+        self.clip: Callable[[float], Tensor] = partial(nn.utils.clip_grad_norm_, trained)
         self._step = torch.compile(self._step_of, backend="aot_eager") if job.compiled else self._step_of
 
     def attach(self, **more: Any) -> Run:
@@ -131,6 +171,7 @@ class Run:
         if job.ep:
             more["ep_group"] = training.meshes(job.ep, dist.get_world_size() // job.ep)[0]["ep"].get_group()
         self.balancer = training.attach(self.model, self.optimizer, **{**self._settings, **more})
+        self.clip = self.balancer.clip_grad_norm_
         if job.planner:
             plan_by(self.balancer, job.planner)
             wait_until_compiled(self.balancer)
@@ -142,16 +183,21 @@ class Run:
             self._scaler = eplb.GradScaler(self.balancer, init_scale=1024.0, growth_interval=1000)
         return self
 
+    @property
+    def engine(self) -> Any:
+        """Where tests put faults: its `probe`."""
+        return self.balancer.rebalancer._engine
+
     def forward(self) -> Tensor:
         """The loss of the next step's batches."""
         return sum(map(self._loss_of, range(self.job.at_once * self.steps, self.job.at_once * (self.steps + 1))))
 
     def _loss_of(self, number: int) -> Tensor:
-        ids = self.job.batches(self.rank, number)
+        batch = self.job.batches(self.rank, number)
 
         def loss() -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast):
-                return self.module(input_ids=ids, labels=ids, use_cache=False).loss
+                return self.job.loss(self.module, batch)
 
         return checkpoint(loss, use_reentrant=False) if self.job.recompute in ("model", "nested") else loss()
 
@@ -169,7 +215,7 @@ class Run:
             self._scaler.update()
         elif not overflows:
             if job.clip:
-                self.norms.append(float(self.balancer.clip_grad_norm_(job.clip)))
+                self.norms.append(float(self.clip(job.clip)))
             self.optimizer.step()
         self.optimizer.zero_grad()
         for name, average in self._averages.items():

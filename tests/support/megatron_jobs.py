@@ -67,7 +67,7 @@ attention alone is trained. ``laid_out``: matrices are whole in the shards of bu
 """
 
 
-class Job:
+class MegatronLoop:
     """What Megatron's ``get_model`` and its training loop make of options: `OWN`, and those of TransformerConfig."""
 
     balancer: eplb.Balancer | None = None
@@ -413,7 +413,7 @@ class Row:
     """A job that differs in kind from the others.
 
     Args:
-        options: of `Job`.
+        options: of `MegatronLoop`.
         standins: functions of `megatron_standins` that a rank calls before anything is made.
         alone: how far Megatron without us is from the training with moves in the first step, relative; later 1e-2; 0:
             no bit in any tensor; None: not compared.
@@ -433,14 +433,14 @@ class Row:
     saves: bool = False
     short: bool = False
     newer: bool = False
-    refused: Mapping[Callable[[Job], Any], str] = field(default_factory=dict)
-    more: Callable[[Job, eplb.Balancer], Any] = lambda job, balancer: None
+    refused: Mapping[Callable[[MegatronLoop], Any], str] = field(default_factory=dict)
+    more: Callable[[MegatronLoop, eplb.Balancer], Any] = lambda job, balancer: None
 
-    def make(self) -> Job:
-        return Job(**self.options)
+    def make(self) -> MegatronLoop:
+        return MegatronLoop(**self.options)
 
 
-def attached(job: Job, move: bool, interval: int = 1) -> eplb.Balancer:
+def attached(job: MegatronLoop, move: bool, interval: int = 1) -> eplb.Balancer:
     config = eplb.BalancerConfig(
         interval=interval,
         gate="always",
@@ -521,7 +521,7 @@ def _of_group(module: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
         return run_ranks(row.ranks, on_newer, of_rows, *given) if row.newer else run_ranks(row.ranks, of_rows, *given)
 
 
-def refusal(row: Row, change: Callable[[Job], Any]) -> str:
+def refusal(row: Row, change: Callable[[MegatronLoop], Any]) -> str:
     """The line in which attach refuses a job."""
     job = row.make()
     change(job)
@@ -561,7 +561,7 @@ def read_back(row: Row, folder: Path) -> dict[str, Trace]:
     return {"before": Trace([], before), "read": Trace([], job.tensors(None)), "read elsewhere": Trace([], after)}
 
 
-def load(job: Job, folder: Path) -> None:
+def load(job: MegatronLoop, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     with torch.serialization.safe_globals([torch.optim.AdamW]):  # groups of a hybrid one name the classes inside it
@@ -571,7 +571,7 @@ def load(job: Job, folder: Path) -> None:
     job.optimizer.load_state_dict(state["optimizer"])
 
 
-def sharded(job: Job, loading: bool, way: str = "fully_reshardable") -> dict[str, Any]:
+def sharded(job: MegatronLoop, loading: bool, way: str = "fully_reshardable") -> dict[str, Any]:
     # Megatron adds this job's groups.
     metadata: dict[str, Any] = {"singleton_local_shards": False, "distrib_optim_sharding_type": way}
     of_models = {

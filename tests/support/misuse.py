@@ -84,7 +84,7 @@ def nothing(*_: Any) -> None:
     """Do nothing: what a right loop does where a case has something to say."""
 
 
-class Job:
+class Loop:
     """A right loop; a case sets one of its attributes, ahead of attach. ``before_step`` and ``after_step`` are called
     with the number of the step around the optimizer's."""
 
@@ -113,7 +113,7 @@ class Job:
         ids = (VOCABULARY * torch.rand(64, generator=generator) ** 3).long()
         return functional.cross_entropy(self.model(ids[:-1]), ids[1:]) + self.penalty()
 
-    def train(self) -> None:
+    def run(self) -> None:
         self.optimizer = self.make_optimizer(self.model.parameters())
         config = eplb.BalancerConfig(**self.settings)
         self.balancer = eplb.attach(self.model, self.optimizer, layers=self.layers, config=config)
@@ -141,22 +141,22 @@ class Job:
 # -- clipping, losses and gradients ------------------------------------------------------------------------------------
 
 
-def clip_what_attach_has_replaced(job: Job) -> None:
+def clip_what_attach_has_replaced(loop: Loop) -> None:
     """torch's clipping of a list of parameters from before attach, which has no gradients of experts any more"""
-    parameters = list(job.model.parameters())
-    job.before_step = lambda step: clip_grad_norm_(parameters, 0.1)
+    parameters = list(loop.model.parameters())
+    loop.before_step = lambda step: clip_grad_norm_(parameters, 0.1)
 
 
-def penalty_that_couples(job: Job) -> None:
+def penalty_that_couples(loop: Loop) -> None:
     """a penalty in the loss pulls the experts' norms together, over those that a rank holds"""
-    job.penalty = lambda: sum(p.flatten(1).norm(dim=1).var() for p in job.experts())
+    loop.penalty = lambda: sum(p.flatten(1).norm(dim=1).var() for p in loop.experts())
 
 
-def summed_by_the_loop(job: Job) -> None:
+def summed_by_the_loop(loop: Loop) -> None:
     """a loop that divides its loss by the number of ranks and sums the gradients that the balancer leaves to it"""
-    job.settings["dense_gradients"] = "host"
-    job.backward = lambda loss: (loss / dist.get_world_size()).backward()
-    job.before_step = lambda step: [dist.all_reduce(p.grad) for p in job.dense()]
+    loop.settings["dense_gradients"] = "host"
+    loop.backward = lambda loss: (loss / dist.get_world_size()).backward()
+    loop.before_step = lambda step: [dist.all_reduce(p.grad) for p in loop.dense()]
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -176,9 +176,9 @@ class InClosure(torch.optim.Optimizer):
             parameter.sub_(self.change(parameter) if parameter.ndim == 3 else parameter.grad, alpha=0.1)
 
 
-def state_in_closure(job: Job) -> None:
+def state_in_closure(loop: Loop) -> None:
     """an optimizer keeps momentum where a function alone has it"""
-    job.make_optimizer = InClosure
+    loop.make_optimizer = InClosure
 
 
 class WritesNothing(torch.optim.Optimizer):
@@ -188,93 +188,93 @@ class WritesNothing(torch.optim.Optimizer):
             self.state[parameter].setdefault("master", parameter.clone()).sub_(parameter.grad, alpha=0.1)
 
 
-def writes_nothing(job: Job) -> None:
+def writes_nothing(loop: Loop) -> None:
     """an optimizer steps weights of its own, which the model never reads"""
-    job.make_optimizer = partial(WritesNothing, defaults={})
+    loop.make_optimizer = partial(WritesNothing, defaults={})
 
 
 # -- what a loop keeps -------------------------------------------------------------------------------------------------
 
 
-def ema_in_generator(job: Job) -> None:
+def ema_in_generator(loop: Loop) -> None:
     """an average of weights in a generator that waits"""
 
     def averaging() -> Iterator[None]:
-        kept = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+        kept = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
         while True:
-            for name, parameter in job.model.named_parameters():
+            for name, parameter in loop.model.named_parameters():
                 kept[name].lerp_(parameter.detach(), 0.1)
             yield
 
     average = averaging()
-    job.after_step = lambda step: next(average)
+    loop.after_step = lambda step: next(average)
 
 
-def ema_as_vector(job: Job) -> None:
+def ema_as_vector(loop: Loop) -> None:
     """an average of all weights in one vector"""
     kept: list[Tensor] = []
 
     def average(step: int) -> None:
-        vector = parameters_to_vector(job.model.parameters()).detach()
+        vector = parameters_to_vector(loop.model.parameters()).detach()
         kept[:] = [kept[0].lerp(vector, 0.1) if kept else vector]
 
-    job.after_step = average
+    loop.after_step = average
 
 
-def lookahead(job: Job) -> None:
+def lookahead(loop: Loop) -> None:
     """slow weights, in a list, to which the weights return every third step"""
     kept: list[Tensor] = []
 
     @torch.no_grad()
     def look(step: int) -> None:
-        kept[:] = kept or [p.detach().clone() for p in job.model.parameters()]
-        for slow, parameter in zip(kept, job.model.parameters(), strict=True):
+        kept[:] = kept or [p.detach().clone() for p in loop.model.parameters()]
+        for slow, parameter in zip(kept, loop.model.parameters(), strict=True):
             if step % 3 == 2:
                 parameter.copy_(slow.lerp_(parameter, 0.5))
 
-    job.after_step = look
+    loop.after_step = look
 
 
 # -- `compute` ---------------------------------------------------------------------------------------------------------
 
 
-def compute_by_index(job: Job) -> None:
+def compute_by_index(loop: Loop) -> None:
     """`compute` scales by the number of a slot"""
-    job.computed_by(lambda slot, out: out * (1 + 0.1 * slot))
+    loop.computed_by(lambda slot, out: out * (1 + 0.1 * slot))
 
 
 # -- right -------------------------------------------------------------------------------------------------------------
 
 
-def averaged_by_the_loop(job: Job) -> None:
+def averaged_by_the_loop(loop: Loop) -> None:
     """The loop averages the gradients that the balancer leaves to it."""
-    job.settings["dense_gradients"] = "host"
+    loop.settings["dense_gradients"] = "host"
 
     def average(step: int) -> None:
-        for parameter in job.dense():
+        for parameter in loop.dense():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
-    job.before_step = average
+    loop.before_step = average
 
 
-def each_expert_clipped(job: Job) -> None:
+def each_expert_clipped(loop: Loop) -> None:
     """Each expert is clipped by its own norm, with a penalty on each by itself, and replicas."""
-    job.settings["replica_slots"] = 1
-    job.penalty = lambda: 0.01 * sum(p.square().sum() for p in job.model.parameters())
+    loop.settings["replica_slots"] = 1
+    loop.penalty = lambda: 0.01 * sum(p.square().sum() for p in loop.model.parameters())
 
     def clip(step: int) -> None:
-        job.balancer.reduce_gradients()
-        for parameter in job.experts():
+        loop.balancer.reduce_gradients()
+        for parameter in loop.experts():
             norms = parameter.grad.flatten(1).norm(dim=1)
             parameter.grad.mul_((1e-3 / (norms + 1e-6)).clamp(max=1).view(-1, *[1] * (parameter.ndim - 1)))
 
-    job.before_step = clip
+    loop.before_step = clip
 
 
-def compute(job: Job) -> None:
+def compute(loop: Loop) -> None:
     """Experts in tensors, with a ``compute``."""
-    job.computed_by(lambda slot, out: out)
+    loop.computed_by(lambda slot, out: out)
 
 
 WRONG = (
@@ -289,9 +289,9 @@ def main(name: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
-    job = Job()
-    CASES[name](job)
-    job.train()
+    loop = Loop()
+    CASES[name](loop)
+    loop.run()
     dist.destroy_process_group()
 
 

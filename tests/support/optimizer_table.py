@@ -113,7 +113,7 @@ def made(package: str, name: str, model: nn.Module) -> list[torch.optim.Optimize
     raise first
 
 
-def train(rank: int, package: str, name: str, *, move: bool) -> tuple[dict[str, Tensor], int, list[str]]:
+def tried(rank: int, package: str, name: str, *, move: bool) -> tuple[dict[str, Tensor], int, list[str]]:
     """Weights and state at the end, the epoch, and what was said."""
     torch.manual_seed(rank)
     model = make_model("olmoe", experts=8, layers=1)
@@ -156,7 +156,7 @@ def outcome(rank: int, package: str, name: str) -> Outcome:
     except Exception as error:
         return Outcome("not run", _line(error))
     try:
-        moved, epoch, said = train(rank, package, name, move=True)
+        moved, epoch, said = tried(rank, package, name, move=True)
     except AttachError as error:
         return Outcome("refused", _line(error))
     except Exception as error:
@@ -164,7 +164,7 @@ def outcome(rank: int, package: str, name: str) -> Outcome:
     stays = [line for line in said if "OptimizerStateError" in line]
     if stays:
         return Outcome("stays", stays[0])
-    static, _, _ = train(rank, package, name, move=False)
+    static, _, _ = tried(rank, package, name, move=False)
     random = [line for line in said if "gives something else when it is repeated" in line]
     if epoch < 2:
         return Outcome("not run", f"experts have moved {epoch} times: {said[-1:]}")

@@ -74,6 +74,7 @@ def attach(
     moving: bool = False,
     ep_group: dist.ProcessGroup | None = None,
     ranks: eplb.hosts.Ranks | None = None,
+    layers: Any = None,
     **settings: Any,
 ) -> eplb.Balancer:
     """A balancer with these settings (`config_of`).
@@ -81,7 +82,8 @@ def attach(
     Args:
         moving: all homes change places at each decision.
     """
-    balancer = eplb.attach(model, optimizer, config=config_of(**settings), ep_group=ep_group, ranks=ranks)
+    where = {"ep_group": ep_group, "ranks": ranks, "layers": layers}
+    balancer = eplb.attach(model, optimizer, config=config_of(**settings), **where)
     if moving:
         plan_by(balancer, plan_shuffle)
     return balancer

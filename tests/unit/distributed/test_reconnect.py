@@ -52,7 +52,7 @@ class Groups:
         self.hung_up += 1
 
 
-class Job:
+class LostRanks:
     """All ranks, each of which has lost the others."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Job:
         groups: Any = self.groups[rank]
         return Reconnection(groups, transport, lambda phase, subject: self.probes[rank](phase, subject))
 
-    def train(
+    def step(
         self, boundaries: int, notice: tuple[int, ...] = (0, 0, 0), skips: tuple[int, int] = (-1, -1)
     ) -> list[dict[int, Link]]:
         """What each rank has taken over, by boundary.
@@ -99,8 +99,8 @@ class Job:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    job = Job()
+def job() -> Iterator[LostRanks]:
+    job = LostRanks()
     yield job
     for groups in job.groups:
         groups.store.close()
@@ -114,33 +114,33 @@ def raising(text: str, at: int) -> Callable[..., None]:
     return fail
 
 
-def held(job: Job) -> list[list[str]]:
+def held(job: LostRanks) -> list[list[str]]:
     """Names of the groups that each rank has and has not given back."""
     return [groups.held for groups in job.groups]
 
 
-def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: Job) -> None:
-    taken = job.train(20, notice=(0, 7, 3))
+def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: LostRanks) -> None:
+    taken = job.step(20, notice=(0, 7, 3))
     (boundary,) = taken[0]
     assert boundary > 7 and all(list(each) == [boundary] for each in taken)
     assert [groups.hung_up for groups in job.groups] == [1] * RANKS
     assert held(job) == [["control 1", "migration 1"]] * RANKS
     assert not any(rank.under_way for rank in job.ranks)
-    again = job.train(12)
+    again = job.step(12)
     assert len({tuple(each) for each in again}) == 1 and len(again[0]) == 1
     assert [group[-1] for group in held(job)] == ["migration 2"] * RANKS, "a later failure makes groups of new names"
 
 
 @pytest.mark.parametrize("where", ["the migration group", "the transport"])
 def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
-    job: Job, where: str, caplog: pytest.LogCaptureFixture
+    job: LostRanks, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "eplb_runtime")
     if where == "the transport":
         job.probes[1] = lambda at, attempt: raising("made to fail", 1)(attempt) if at is Phase.CONNECTED else None
     else:
         job.groups[1].fails = raising("made to fail", 1)
-    taken = job.train(20)
+    taken = job.step(20)
     assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
     assert held(job) == [["control 2", "migration 2"]] * RANKS
     lines = [record.getMessage() for record in caplog.records]
@@ -148,19 +148,19 @@ def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
 
 
 def test_a_rank_that_has_passed_the_step_is_named_and_the_next_try_holds(
-    job: Job, caplog: pytest.LogCaptureFixture
+    job: LostRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "eplb_runtime")
     for groups in job.groups:
         groups.timeout_seconds = 3.0
-    taken = job.train(20, skips=(2, 2))
+    taken = job.step(20, skips=(2, 2))
     assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
     assert held(job) == [["control 2", "migration 2"]] * RANKS
     assert any("rank 2" in record.getMessage() for record in caplog.records)
 
 
 def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warning(
-    job: Job, caplog: pytest.LogCaptureFixture
+    job: LostRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "eplb_runtime")
     for groups in job.groups:
@@ -168,7 +168,7 @@ def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warni
     store = job.groups[2].store
     for attempt in range(1, MOST_TRIES + 2):  # it is known to have lost the others, and does not meet them
         store.add(f"connections/{attempt}/here", 1)
-    taken = job.train(100, notice=(0, 0, 1000))
+    taken = job.step(100, notice=(0, 0, 1000))
     assert taken == [{}, {}, {}] and held(job) == [[]] * RANKS
     named = [record for record in caplog.records if "rank 2 did not come within" in record.getMessage()]
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -176,13 +176,15 @@ def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warni
     assert warnings == [f"the ranks could not connect in {MOST_TRIES} tries: nothing is rebalanced any more"] * 2
 
 
-def test_a_store_that_does_not_answer_ends_no_step_and_is_said_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_does_not_answer_ends_no_step_and_is_said_once(
+    job: LostRanks, caplog: pytest.LogCaptureFixture
+) -> None:
     class Silent:
         def clone(self) -> dist.Store:
             raise RuntimeError("gone")
 
     job.groups[0].store = JobStore(Silent(), "job", 0.05)  # type: ignore[arg-type]
     with caplog.at_level("INFO", "eplb_runtime"):
-        assert job.train(5) == [{}, {}, {}]
+        assert job.step(5) == [{}, {}, {}]
     assert len([line for line in caplog.messages if "the ranks could not connect yet" in line]) == 1
     assert job.ranks[0].under_way

@@ -40,7 +40,7 @@ def wandering(seed: int, windows: int, keeps: float) -> np.ndarray:
     return np.array(made)
 
 
-def train(load: np.ndarray, learns: bool) -> dict[str, float]:
+def decided(load: np.ndarray, learns: bool) -> dict[str, float]:
     """Decide at each window on the last four, as a job does; judge each move by the ten windows after it."""
     current, record, history = Placement.initial(LAYERS, EXPERTS, RANKS), TrackRecord(), deque(maxlen=4)
     moves: list[tuple[int, Placement, Placement, float, float]] = []
@@ -73,10 +73,10 @@ def train(load: np.ndarray, learns: bool) -> dict[str, float]:
 
 def test_a_router_that_wanders_stops_moving_experts() -> None:
     load = wandering(1, 40, keeps=0.85)
-    blind, learns = train(load, False), train(load, True)
+    blind, learns = decided(load, False), decided(load, True)
     assert blind["false"] >= 2 and blind["promised"] > 2 * max(blind["kept"], 1.0), "control: it promises much"
     assert learns["false"] < blind["false"] and learns["net"] > blind["net"]
-    assert train(wandering(0, 40, keeps=0.0), False)["moves"] <= 1, "what is noise alone is seen by the gate"
+    assert decided(wandering(0, 40, keeps=0.0), False)["moves"] <= 1, "what is noise alone is seen by the gate"
 
 
 @pytest.fixture

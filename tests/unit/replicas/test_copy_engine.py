@@ -206,7 +206,9 @@ class Rank:
         self.recorder.give(lambda: self.checks.append(("gradients", sum(row.item() for row in got), float(expected))))
 
 
-def train(rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], left_out: set[tuple[int, int]]) -> None:
+def take_steps(
+    rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], left_out: set[tuple[int, int]]
+) -> None:
     """Steps of one rank.
 
     Args:
@@ -296,7 +298,7 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
         ranks.append(Rank(number, recorder, banks, linking))
     for rank in ranks:
         with rank.recorder:
-            train(rank, home_TLRK, again, left_out)
+            take_steps(rank, home_TLRK, again, left_out)
     carry_out([rank.recorder.given for rank in ranks], rng, one_queue)
     assert not any(signals.values()), "every signal was taken"
     return [check for rank in ranks for check in rank.checks]
