@@ -36,13 +36,6 @@ UP_TO = {
     "moe_share": (1.0, "a share of the step in (0, 1], or None"),
 }
 """Largest values of settings that are numbers above 0, and what to give."""
-GONE = {
-    "transport='shm'": "gone; gloo does it: leave transport out",
-    "copies_by='deepep'": "gone: leave copies_by out, or choose 'copy_engine'",
-    "most_tokens": "gone: leave it out",
-    **dict.fromkeys(("split", "split_locality"), "gone: leave it out"),
-    "shared_between_layers": "gone: leave it out, each layer keeps its own replicas",
-}
 LOOPBACK = "127.0.0.1"
 _MOST = (1 << 60) - 1  # largest whole number that is taken: beyond it there is no counting in 64 bits
 _MOST_LOW_LATENCY_TOKENS = 508
@@ -73,8 +66,6 @@ def _words_of(kind: type) -> dict[str, tuple[str, ...]]:
 def _checked(name: str, value: Any, default: object, words: Sequence[str]) -> Any:
     """Return a setting as Python's own kind of value; ``words``: one of them, if there are any."""
     given = f"{'dispatch' if name == 'name' else name}={_shown(value)}"
-    if given in GONE:
-        raise ConfigError(f"{given} is {GONE[given]}")
     if words:
         if not isinstance(value, str) or value not in words:
             raise ConfigError(f"{given} is unknown; choose one of: {', '.join(words)}")
@@ -113,8 +104,8 @@ class _Settings:
             if name not in cls.__dataclass_fields__:
                 kinds = (BalancerConfig, DispatchConfig, MigrationConfig)
                 homes = [f"{kind.__name__} has it" for kind in kinds if name in kind.__dataclass_fields__]
-                known = GONE.get(name, f"there are: {', '.join(cls.__dataclass_fields__)}")
-                raise ConfigError(f"{cls.__name__} has no setting {name!r}; {homes[0] if homes else known}")
+                homes.append(f"there are: {', '.join(cls.__dataclass_fields__)}")
+                raise ConfigError(f"{cls.__name__} has no setting {name!r}; {homes[0]}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -351,13 +342,11 @@ VERIFY = "EPLB_RUNTIME_VERIFY"
 @dataclass(frozen=True)
 class Trial:
     """One run of a user's job under ``eplb-runtime verify``, whose layout ``attach`` overrides: ``"fixed"`` homes,
-    ``"moved"`` after each step, ``"single"``: EP groups of one rank, or ``"shaken"``: fixed, gradients off by rounding.
-    """
+    ``"moved"`` after each step, the same with its ``"replicas"``, or ``"single"``: EP groups of one rank."""
 
     layout: str
     steps: int  # that are recorded
     folder: str  # in which rank 0 writes the records
-    replicas: bool = True  # whether replica slots are kept
     ends_process: bool = True  # whether the job ends after these steps
 
 

@@ -249,7 +249,7 @@ class EventLog:
     def __init__(self, capacity: int = 10_000, begin: Callable[[], None] = lambda: None) -> None:
         self._begin = begin  # of listeners' threads
         self._events: deque[Event] = deque(maxlen=capacity)
-        self._emitted = 0
+        self._emitted = self.left_out = 0  # of a listener that was too slow
         self._threads: list[Worker] = []
         self.called_at_once: list[Callable[[Event], None]] = []  # ours, which wait for nothing
 
@@ -261,6 +261,7 @@ class EventLog:
 
         def hear(event: Event) -> None:
             if thread.waiting >= MOST_WAITING:
+                self.left_out += 1
                 warn()
             elif not thread.closed:
                 thread.submit(partial(_tell, listener, event))

@@ -9,11 +9,12 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
@@ -28,12 +29,12 @@ from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
-from .exports import EXPORT_SECONDS, OpenStream, TensorStream, WeightExport, placed_logically
+from .exports import EXPORT_SECONDS, OpenStream, OptimizerHooks, TensorStream, WeightExport
 from .gradients.reduction import Gradients
 from .loop_state import LoopState
 from .phases import Phases
 from .rebalancer import Rebalancer, use_device
-from .restore import Restorer
+from .restore import measured_load, restore
 from .runtime import ModelTensors, Runtime
 from .status import DecisionLine, balancer_table
 
@@ -49,22 +50,6 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
         balancer.rebalancer.leave()
         balancer.close_listeners()
         balancer.runtime.groups.store.close()
-
-
-class OptimizerHooks(Protocol):
-    """The hooked optimizers of one attached model."""
-
-    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
-        """`Balancer.adopt`."""
-
-    def add(self, optimizers: Sequence[Any], container: torch.optim.Optimizer | None = None) -> None:
-        """Hook optimizers that were checked, or what steps them in one step of its own."""
-
-    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
-
-    def follow(self) -> None:
-        """Take over parameters that ``add_param_group`` has added since."""
 
 
 T = TypeVar("T")
@@ -101,8 +86,6 @@ class Balancer:
         self.gradients = Gradients(runtime, self.loop)
         self.rebalancer = Rebalancer(runtime, transport, self.events, self.loop)
         self.guard = self.rebalancer.guard
-        self._rebalance_now: Callable[[], bool] = self.rebalancer.now
-        self._restorer = Restorer(runtime, self.rebalancer)
         self._stream = OpenStream()
         self.loop.hooks += [self._stream, self.gradients, self.guard, self.rebalancer]
         for layer in runtime.layers if config.overlap else ():
@@ -255,7 +238,7 @@ class Balancer:
         self.runtime.barrier("rebalance()")
         if not self.loop.has_optimizer:
             self.runtime.counter.advance()  # without an optimizer nothing else closes what was counted
-        moved = self._rebalance_now()
+        moved = self.rebalancer.now()
         if moved:
             self._after_move()
         return moved
@@ -347,10 +330,9 @@ class Balancer:
 
     @torch.compiler.disable
     def resume(self) -> None:
-        """End a rollout: take the freed memory again, after weights, gradients and optimizer state are loaded.
+        """End a rollout: take the memory of replicas again, after weights, gradients and optimizer state are loaded.
         Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
-        experts their memory back. A rank without memory to stage experts ends no training: a warning names it, and
-        nothing rebalances until there is some.
+        experts their memory back. Memory to stage experts is taken when they move.
         Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
         then."""
         if self.closed and self._phases.resume_after_end():
@@ -431,19 +413,24 @@ class Balancer:
         other, in and out (None: as for `named_logical_tensors`, which moves nothing and costs less).
         Raises RuntimeError: a rank did not come, the migration was dropped, or as `rebalance`; logged where the body
         raised."""
-        self._enter("logical_order()")
-
-        def moved() -> None:
-            self._stream.end("the end of logical_order()")
-            self._after_move()
-
-        seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
-        with placed_logically(self.rebalancer, lambda: self.runtime.barrier("logical_order()", seconds), moved):
-            self.loop.in_logical_order = True
+        seconds = self.begin_export("logical_order()", timeout_seconds)
+        before = self.placement
+        sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
+        with self.quiesce():
+            self._move_all(Placement.initial(*sizes), "experts are in logical order")
+            self.loop.in_logical_order, raised = True, True
             try:
                 yield
+                raised = False
             finally:
                 self.loop.in_logical_order = False
+                try:
+                    self.runtime.barrier("logical_order()", seconds)
+                    self._move_all(before, "experts are back from logical order")
+                except RuntimeError as error:
+                    if not raised:  # what the body raised must not be hidden
+                        raise
+                    logger.error("%s; experts are in placement epoch %d", error, self.placement.epoch)
 
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
@@ -454,18 +441,17 @@ class Balancer:
             return state
         # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
         self.runtime.barrier("balancer.state_dict()")
-        state["load"] = self._restorer.measured()  # waits for the decision in flight
+        state["load"] = measured_load(self.runtime, self.rebalancer)  # waits for the decision in flight
         return {**state, "track_record": self.rebalancer.decisions.saved_track_record}
 
     @torch.compiler.disable
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
-        another EP size or other replica slots, homes and replicas are placed again for the saved load; where that
-        cannot be, the load is taken.
-        Raises PlacementError: it is for another model, or for other sizes and none could be made; RuntimeError:
-        ranks have different states, the migration was dropped (the placement stays); or as `rebalance`."""
+        another EP size or other replica slots experts stay where they are until the next decision.
+        Raises PlacementError: it is for another model; RuntimeError: ranks have different states, the migration was
+        dropped (the placement stays); or as `rebalance`."""
         self._enter("load_state_dict()")
-        self._restorer.restore(state, lambda: self.runtime.barrier("load_state_dict()"))
+        restore(state, self.runtime, self.rebalancer, lambda: self.runtime.barrier("load_state_dict()"))
         self._after_move()
 
     @torch.compiler.disable
@@ -479,10 +465,6 @@ class Balancer:
         self.closing.close()
 
     # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
-
-    def rebalance_by(self, move: Callable[[], bool]) -> None:
-        """Let `rebalance` move experts by this function, which returns whether it has."""
-        self._rebalance_now = move
 
     def close_with(self, close: Callable[[], None]) -> None:
         """Call a function when there are no more events."""
@@ -545,6 +527,18 @@ class Balancer:
         """Refuse a call where it is wrong (`loop_state`), else end a stream of weights that is open."""
         self.loop.require(what)
         self._stream.end(what)
+
+    def _move_all(self, target: Placement, what: str) -> None:
+        """Migrate while training waits; RuntimeError: the migration was dropped."""
+        if np.array_equal(self.placement.physical_to_logical, target.physical_to_logical):
+            return
+        progress = self.rebalancer.move_to(target)
+        self._stream.end("the end of logical_order()")
+        self._after_move()
+        if progress.failed_phase is not None:
+            why = f"({progress.failed_phase.value}): {progress.cause}"
+            raise RuntimeError(f"experts could not be moved into logical order or back {why}")
+        logger.info("%s: %d experts moved", what, progress.moved_experts)
 
     def _after_move(self) -> None:
         """Follow a change of the placement, and bring replicas the weights of their homes."""

@@ -176,7 +176,13 @@ class PlanMaker:
     def measured(self, total: NDArray[np.int64], measurement: Measurement) -> tuple[Measurement, LoadMeasured | None]:
         """Return the measurement with the share of a step that expert work takes with even load, and the event of this
         load; None: no step has ended."""
-        imbalance = _imbalance_as_it_was(total, measurement, self._config.speed_R) if len(total) else None
+        rows, first, imbalance = total.astype(np.float64), 0, None
+        if len(total):  # each under the placement of its time
+            by_placement = []
+            for end, placement in measurement.placements:
+                by_placement += [predicted_imbalance(row, placement, self._config.speed_R) for row in rows[first:end]]
+                first = end
+            imbalance = np.stack(by_placement)
         mean = 1.0 if imbalance is None else float(imbalance.mean())
         if not self.share.at:
             self.share = self.share.measured_at(mean)
@@ -207,23 +213,6 @@ class PlanMaker:
         dist.all_reduce(counted_NLE, group=group)
         return counted_NLE.numpy().astype(np.float64)
 
-    def place_anew(
-        self, load: NDArray[np.int64], current: Placement, group: dist.ProcessGroup, agreement: Agreement
-    ) -> Decision:
-        """Plan a placement of the sizes of ``current`` for a load, int64 ``[T, L, E]``, from scratch. Collective.
-        RuntimeError: a rank did not arrive in time."""
-
-        def ask() -> bytes:
-            if self.process is not None:
-                self.process.is_ready(self._config.timeout_seconds * (1.0 - PLANNING) / 2.0)
-            return _as_message(self._planned(load, current), current)
-
-        sent = self.read(self.broadcast(ask, group), current)
-        verdict = agreement.check_equal(sent.digest, "plan")
-        if verdict.connections_broken:
-            raise ConnectionLost(verdict.cause)
-        return replace(sent, failure=verdict.cause or sent.failure)
-
     def steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
         """Return the training steps that buckets ``[T, L, E]`` cover."""
         return len(buckets) * self._steps_per_bucket if self._steps_per_bucket else measurement.steps
@@ -242,27 +231,25 @@ class PlanMaker:
             self._track_record.note(made)
         return message
 
-    def _planned(self, load: NDArray[Any], sizes: Placement, **terms: Any) -> Plan:
-        """Return a plan of the slots of this placement."""
-        slots, config = sizes.slots_per_rank, self._config
-        fixed = {"policy": config.policy, "layout": "home", "rank_speed": config.rank_speed}
-        return self.planner(load, self._topology, slots_per_rank=slots, **fixed, **terms)
-
     def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> Plan:
         """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
         trust, cost, most = self._track_record.trust, self._cost(measurement), None
         slots, longest = measurement.placement.slots_per_rank, self._config.migration.max_pause_seconds
         began = time.monotonic()
         for left in reversed(range(_TRIES)):
-            made = self._planned(
+            made = self.planner(
                 load,
-                measurement.placement,
+                self._topology,
+                slots_per_rank=slots,
+                policy=self._config.policy,
+                layout="home",
                 current=measurement.placement,
                 max_moves=self._config.migration.max_moves,
                 max_bytes=most,
                 cost=cost,
                 gate=self._config.gate,
                 declared=measurement.declared,
+                rank_speed=self._config.rank_speed,
                 sources=self._sources,
                 trust=trust,
             )
@@ -408,10 +395,7 @@ def _or_failure(work: Callable[[], bytes]) -> bytes:
 
 
 def _as_message(
-    made: Plan,
-    current: Placement,
-    judged: Mapping[str, Any] | None = None,
-    track_record: Sequence[Sequence[float]] = (),
+    made: Plan, current: Placement, judged: Mapping[str, Any], track_record: Sequence[Sequence[float]]
 ) -> bytes:
     """Return the plan as bytes, with what became of earlier ones."""
     target, before = made.placement.with_epoch(current.epoch + 1), made.imbalance_before
@@ -428,19 +412,7 @@ def _as_message(
         "seconds_spent": None if np.isnan(made.seconds_spent) else made.seconds_spent,
         "by_layer": None if before is None else np.stack([before, made.imbalance_after, made.lower_bound]).tolist(),
         "plan_seconds": made.plan_seconds,
-        **(judged or {}),
+        **judged,
     }
     placement = target.to_json() if made.decision == "rebalance" else None
     return json.dumps({"planned": planned, "placement": placement, "track_record": track_record}).encode()
-
-
-def _imbalance_as_it_was(
-    load: NDArray[np.int64], measurement: Measurement, speed_R: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
-    """Imbalance of each row under the placement of its time."""
-    by_placement: list[NDArray[np.float64]] = []
-    start = 0
-    for end, placement in measurement.placements:
-        by_placement += [predicted_imbalance(row.astype(np.float64), placement, speed_R) for row in load[start:end]]
-        start = end
-    return np.stack(by_placement)

@@ -1,26 +1,18 @@
-"""Protocols of weight exports, and a migration to logical order and back.
-
-Weights are exported by `checkpoint`, which the hosts' room hands to the balancer.
-"""
+"""Protocols of what the hosts' room hands to the balancer: exports of weights, which `checkpoint` makes, and hooked
+optimizers."""
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..placement import Placement
 from ..utils.text import one_line
 from .loop_state import LoopHooks
-from .rebalancer import Rebalancer
-
-logger = logging.getLogger("eplb_runtime")
 
 EXPORT_SECONDS = 120.0
 """Ranks wait so long for each other between buckets of an export, if the balancer's timeout is no longer."""
@@ -72,41 +64,17 @@ class WeightExport(Protocol):
         """`Balancer.verify_export`."""
 
 
-@contextmanager
-def placed_logically(rebalancer: Rebalancer, barrier: Callable[[], None], moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, each rank has the experts ``ep_rank * E/R + i`` in this order. Collective, in and out. ``barrier``
-    returns when all ranks are here; ``moved`` follows a change of the placement."""
+class OptimizerHooks(Protocol):
+    """The hooked optimizers of one attached model."""
 
-    def go(target: Placement, what: str) -> None:
-        if np.array_equal(rebalancer.placement().physical_to_logical, target.physical_to_logical):
-            return
-        progress = rebalancer.move_to(target)
-        moved()
-        if progress.failed_phase is not None:
-            phase = progress.failed_phase.value
-            raise RuntimeError(f"experts could not be moved into logical order or back ({phase}): {progress.cause}")
-        logger.info("%s: %d experts moved", what, progress.moved_experts)
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """`Balancer.adopt`."""
 
-    def back() -> None:
-        barrier()
-        go(before, "experts are back from logical order")
+    def add(self, optimizers: Sequence[Any], container: torch.optim.Optimizer | None = None) -> None:
+        """Hook optimizers that were checked, or what steps them in one step of its own."""
 
-    barrier()
-    if rebalancer.drain():  # what is in flight would commit inside, also where nothing has to move
-        moved()
-    before = rebalancer.placement()
-    rebalancer.quiesced += 1
-    try:
-        sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
-        go(Placement.initial(*sizes), "experts are in logical order")
-        try:
-            yield
-        except BaseException:
-            try:
-                back()
-            except RuntimeError as error:  # what the body raised must not be hidden
-                logger.error("%s; experts are in placement epoch %d", error, rebalancer.placement().epoch)
-            raise
-        back()
-    finally:
-        rebalancer.quiesced -= 1
+    def around_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer steps, or is skipped on all ranks (by a scaler at an overflow)."""
+
+    def follow(self) -> None:
+        """Take over parameters that ``add_param_group`` has added since."""

@@ -1,7 +1,7 @@
 """Phases of a job: training, and rollouts in which the balancer is suspended and keeps no memory.
 
 Loops of reinforcement learning free weights, gradients and optimizer state between training steps. What the balancer
-keeps in addition is freed here as well, and taken again.
+keeps in addition is freed here as well; replicas take theirs again, and a migration what it needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from ..distributed.consensus import barrier
-from ..events import EventLog, RebalanceAborted, Suspended, SuspensionEnded
+from ..events import EventLog, Suspended, SuspensionEnded
 from ..utils.text import one_line
 from .loop_state import LoopState
 from .rebalancer import Rebalancer
@@ -62,19 +62,9 @@ class Phases:
             raise RuntimeError(f"resume(): {said}")
         if not suspended:
             return False
-        try:
-            self._rebalancer.take_memory()
-        except Exception as error:
-            problem = f"no memory to stage experts: {one_line(error)}"
-        said = self._agreed("staging memory of resume()", problem)
         self._loop.suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.clock.exclude(seconds)
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
-        if said:
-            step, epoch = self._rebalancer.step, self._rebalancer.placement().epoch
-            said = f"{said}; no rank rebalances until it is there, and each rebalance tries to take it"
-            logger.warning("step %d: %s", step, said)
-            self._events.emit(RebalanceAborted(step, epoch, "prepared", said))
         return self._runtime.maps.replicas is not None
 
     def end(self) -> None:

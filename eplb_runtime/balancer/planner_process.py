@@ -37,7 +37,6 @@ logger = logging.getLogger("eplb_runtime")
 SECONDS = 5.0
 """Period in which a child looks whether its parent lives, whose socket a forked process may hold; and the longest wait
 for a child that was killed."""
-_compiling: list[subprocess.Popen[bytes]] = []  # closed before it was ready: it goes on for other processes' jobs
 _VALUES: dict[str, Any] = {"Placement": Placement.from_json, "Topology": Topology, "CostModel": CostModel}
 
 
@@ -57,7 +56,6 @@ class PlannerProcess:
 
     process: subprocess.Popen[bytes] | None = None
     _connection: Connection
-    _socket: socket.socket
     _is_ready = False
 
     def __init__(self, seconds: float) -> None:
@@ -97,16 +95,13 @@ class PlannerProcess:
             return self._becomes_ready(seconds)
 
     def close(self) -> None:
-        """End the child, and with it a plan that is asked for; one that compiles ends when it has."""
+        """End the child, and with it a plan that is asked for."""
         if self._owner != os.getpid():
             return  # a process that was forked has a copy of this object
         self._closed = True
-        if (process := self.process) is not None and self._is_ready:
+        if (process := self.process) is not None:
             process.kill()
         with self._asking:
-            if self.process is not None and not self._is_ready:
-                _compiling.append(self.process)
-                self.process = None
             self._end()
 
     def __del__(self) -> None:
@@ -127,14 +122,10 @@ class PlannerProcess:
         self._is_ready = False
         if self._closed:
             raise PlannerLost("the planner process is closed")
-        while _compiling:
-            (child := _compiling.pop()).kill()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(SECONDS)
-        self._socket, other = socket.socketpair()
+        own, other = socket.socketpair()
         for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(self._seconds) + 1, 0))
-        self._connection = Connection(os.dup(self._socket.fileno()))
+            own.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(self._seconds) + 1, 0))
+        self._connection = Connection(own.detach())
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"NUMBA_OPT": "1", **os.environ}  # a quarter less time to compile
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -150,8 +141,6 @@ class PlannerProcess:
 
     def _end(self) -> str:
         """End the child. Returns how it ended; the status of one that died before is its own."""
-        with self._socket, suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # processes that were forked from this one hold copies of it
         self._connection.close()
         process, self.process = self.process, None
         if process is None:

@@ -29,13 +29,13 @@ from ..distributed.consensus import Phase, Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
-from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted, RebalancePlanned
+from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted
 from ..load.clock import REST_STEPS, SAMPLED_STEPS, StepClock
 from ..load.counter import HostCopy
 from ..migration.engine import MigrationBroken, MigrationEngine, MigrationProgress
 from ..migration.overlapped import Overlapped
 from ..moe.experts.optimizer_state import OptimizerStateError
-from ..placement import Placement, PlacementError
+from ..placement import Placement
 from ..utils.spans import phase
 from ..utils.text import one_line
 from .decision import Decision, Measurement, PlanMaker, decide
@@ -241,23 +241,16 @@ class Rebalancer(LoopHooks):
         return self._engine.executor.memory
 
     def free_memory(self) -> int:
-        """Free memory for experts in flight; none are. A decision in flight is made first. Returns the bytes."""
+        """Free memory for experts in flight, which the next migration takes again; none are. A decision in flight is
+        made first. Returns the bytes."""
         self.wait_for_decision()
         self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.executor.free_memory()
-
-    def take_memory(self) -> None:
-        """Take this memory again; RuntimeError: there is none, and a migration tries again."""
-        self._engine.take_memory()
 
     def wait_for_decision(self) -> None:
         """Wait until the decision in flight is made, or never will be."""
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds)
-
-    def load_begins_here(self) -> None:
-        """Forget the placements of buckets counted so far: they are another job's, or under unknown placements."""
-        self._earlier.clear()
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
         """Return whether all ranks were given the same 16 bytes (zeros: none); ends what is in flight. Collective,
@@ -272,20 +265,14 @@ class Rebalancer(LoopHooks):
             self._pause(agreed.cause)
         return agreed
 
-    def go_to(self, step: int, target: Placement | Callable[[], Placement]) -> MigrationProgress:
-        """Set the step, and migrate to a placement, or to one that is made then. Collective, between steps."""
+    def go_to(self, step: int, target: Placement) -> MigrationProgress:
+        """Set the step of a saved state, and migrate to its placement. Collective, between steps."""
         self._loop.step = step
-        self._next_sampled = 0
+        self._next_sampled = self._attempts = 0
         self._restores += 1
-        self._attempts = 0
-        return self._migrate(target if isinstance(target, Placement) else target())
-
-    def placed_anew(self, load: NDArray[np.int64]) -> tuple[Placement, RebalancePlanned]:
-        """Plan a placement of these sizes for a load from scratch; returns it with rank 0's plan. Collective."""
-        made = self.run(partial(self.decisions.place_anew, load, self.placement()))
-        if made.failure or made.target is None or made.planned is None:
-            raise PlacementError(f"no placement could be made for the saved load: {made.failure}")
-        return made.target, made.planned
+        progress = self._migrate(target)
+        self._earlier.clear()  # buckets counted so far are of another job
+        return progress
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""

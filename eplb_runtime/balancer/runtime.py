@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,35 +117,31 @@ class ModelCheck:
                     )
 
 
-class Barrier(Protocol):
-    """A wait of all ranks for each other."""
-
-    def __call__(self, what: str, seconds: float | None = None) -> None:
-        """Wait until every rank has reached a call; raise on the ranks that have, and name the others, if one does
-        not."""
+Barrier = Callable[..., None]
+"""Waits until every rank has reached a call, by its name; raises on the ranks that have, and names the others, if one
+does not within some seconds (the config's where none are given)."""
 
 
 @dataclass(frozen=True)
 class Divisors:
     """Divisors of gradients of whole experts: where a layer computes with them, and at every gradient that reaches a
-    parameter. Their product is `distributed.ranks.Job.gradient_divisor`."""
+    parameter. `distributed.ranks.Job.gradient_divisor` is their product times the ranks over which means are taken.
+    ``are_of_means``: the balancer averages over the ranks that hold the same experts."""
 
     in_layers: float
     at_parameters: float
+    are_of_means: bool = True
 
     @classmethod
     def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
-        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where;
-        ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums over
-        ranks."""
-        divisor = job.gradient_divisor
+        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where,
+        and with a divisor of 1 the host sums them; ``dense_is_sharded``: each rank has a part of the other parameters,
+        and gets its gradient past the sums over ranks."""
+        divisor, owners = job.gradient_divisor, len(job.edp_ranks)
         if by_host:
-            return cls(1, divisor)
-        owners = len(job.edp_ranks)
-        if dense_is_sharded:
-            return cls(divisor / owners, owners)
-        in_layers = len(job.data_ranks) / owners
-        return cls(in_layers, divisor / in_layers)
+            return cls(1, 1, are_of_means=False) if divisor == 1 else cls(1, divisor / owners)
+        in_layers = (divisor if dense_is_sharded else len(job.data_ranks)) / owners
+        return cls(in_layers, divisor / owners / in_layers)
 
 
 @dataclass(frozen=True)

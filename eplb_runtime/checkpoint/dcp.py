@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .optimizers import numbers_of, options_of, set_options
+from ..utils.text import one_line
 from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, TensorSpec
 
 FORMAT = "eplb-runtime-checkpoint"
@@ -61,8 +63,8 @@ class LogicalState:
             for name, values in state["optimizer"]["state"].items():
                 plain = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
                 view.set_optimizer_state(name, view.optimizer_state(name) | plain)
-            set_options(view, options_of(view, state["optimizer"]["param_groups"]))
-        view.warn_of_left_out(header.get("extra", ()))
+            view.set_options(view.options_of(state["optimizer"]["param_groups"]))
+        view.warn_of_registered(header.get("extra", ()))
         view.restore_placement(header.get("balancer"))
         view.weights_changed()
 
@@ -76,7 +78,7 @@ def _state_of(view: LogicalView) -> dict[str, Any]:
             states.setdefault(entry.name, {})[entry.state] = _as_saved(view, entry)
         else:
             state.setdefault(entry.part, {})[entry.name] = _as_saved(view, entry)
-    if optimizer := numbers_of(view):
+    if optimizer := view.numbers():
         for name, numbers in optimizer["numbers"].items():
             states.setdefault(name, {}).update(numbers)
         state["optimizer"] = {"state": states, "param_groups": optimizer["param_groups"]}
@@ -102,7 +104,7 @@ def save(folder: str | Path, view: LogicalView) -> None:
         raise CheckpointError(
             f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
         )
-    with _without_advice():
+    with _in_a_line(f"{folder} was not saved"):
         dcp.save(_state_of(view), checkpoint_id=str(folder), no_dist=not dist.is_initialized())
 
 
@@ -120,36 +122,35 @@ class FolderOfDCP(Saved):
         found, prefix = metadata.state_dict_metadata, f"{key}." if key else ""
         if key and not any(fqn.startswith(f"{key}.model.") for fqn in found):
             raise CheckpointError(f"{folder} has no {key}.model.: it was saved under another key")
-        above: tuple[str, ...] = (key, "optimizer") if key else ("optimizer",)
-        mapping: Mapping[str, tuple[Any, ...]] = (metadata.planner_data or {}) if view.optimizers else {}
+        paths: Mapping[str, tuple[Any, ...]] = (metadata.planner_data or {}) if view.optimizers else {}
         self._fqns: dict[str, str] = {}
         self.tensors: dict[str, TensorSpec] = {}
         small: dict[str, Any] = {}  # what is no tensor, and options: each rank reads them by itself
-        paths: dict[str, tuple[Any, ...]] = {}  # below ``optimizer``
-        for fqn, one in found.items():
-            if (path := mapping.get(fqn, ()))[: len(above)] == above:
-                paths[fqn] = path[len(above) :]
-                if len(paths[fqn]) != 3 or path[-3] not in ("state", "param_groups"):
+        options: dict[tuple[str, Any], dict[str, str]] = {}
+        for fqn in (fqn for fqn in found if fqn.startswith(prefix)):
+            one, name = found[fqn], fqn.removeprefix(prefix)
+            spec = TensorSpec(tuple(one.size), one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+            match paths.get(fqn, ())[bool(key) :]:
+                case ("optimizer", "state", of, option) if spec is not None:
+                    name = f"optimizer.{of}.{option}"
+                    self._fqns[name], self.tensors[name] = fqn, spec
+                case ("optimizer", "state" | "param_groups" as part, of, option):
+                    options.setdefault((part, of), {})[option] = fqn
+                    small[fqn] = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype)
+                case ("optimizer", *_):
                     raise CheckpointError(
                         f"{fqn} in {folder} is not in the layout of DCP's get_state_dict (not flattened)"
                     )
-            part, of, option = paths.get(fqn, ("", "", ""))
-            name = f"optimizer.{of}.{option}" if part == "state" else fqn.removeprefix(prefix)
-            spec = TensorSpec(tuple(one.size), one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
-            if spec is not None and (part == "state" or fqn.startswith((f"{prefix}model.", f"{prefix}extra."))):
-                self._fqns[name], self.tensors[name] = fqn, spec
-            elif part or fqn == f"{prefix}eplb_runtime":
-                small[fqn] = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype)
+                case _ if spec is not None and name.startswith(("model.", "extra.")):
+                    self._fqns[name], self.tensors[name] = fqn, spec
+                case _ if name == "eplb_runtime":
+                    small[fqn] = None
         self._read(small, alone=True)
-        groups: dict[int, dict[str, Any]] = {}
-        numbers: dict[str, dict[str, Any]] = {}
-        for fqn in small:
-            part, of, option = paths.get(fqn, ("", "", ""))
-            if part == "param_groups":
-                groups.setdefault(int(of), {})[option] = small[fqn]
-            elif part:
-                numbers.setdefault(of, {})[option] = small[fqn]
-        self.optimizers = [{"param_groups": [groups[n] for n in sorted(groups)], "numbers": numbers}] if paths else []
+        parts: dict[str, dict[Any, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+        for (part, of), fqns in options.items():
+            parts[part][of] = {option: small[fqn] for option, fqn in fqns.items()}
+        groups = [parts["param_groups"][number] for number in sorted(parts["param_groups"], key=int)]
+        self.optimizers = [{"param_groups": groups, "numbers": parts["state"]}] if groups else []
         self.balancer = _read_header(small.get(f"{prefix}eplb_runtime")).get("balancer")
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
@@ -159,7 +160,7 @@ class FolderOfDCP(Saved):
 
     def _read(self, entries: dict[str, Any], alone: bool) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _without_advice():
+        with _in_a_line(f"{self.name} cannot be read"):
             dcp.load(entries, storage_reader=self._reader, planner=planner, no_dist=alone)
 
 
@@ -172,12 +173,16 @@ def _read_header(text: str | None) -> dict[str, Any]:
     return header
 
 
-class _without_advice(warnings.catch_warnings):
-    """DCP warns in every single-process call that it is one."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+@contextmanager
+def _in_a_line(what: str) -> Iterator[None]:
+    """DCP raises a traceback of each rank, and warns in every single-process call that it is one."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise CheckpointError(f"{what}: rank {rank}: {one_line(cause, with_type=True)}") from None
 
 
 class ExpertRows(Tensor):

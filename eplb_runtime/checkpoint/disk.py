@@ -7,6 +7,7 @@ every other file. File names are new in each save, so a save that ends early lea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -32,7 +33,6 @@ from ..utils.checksums import as_bytes
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
 from ..utils.text import one_line
 from . import dcp
-from .optimizers import from_json, numbers_of, to_json
 from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of
 
 logger = logging.getLogger("eplb_runtime")
@@ -45,7 +45,6 @@ FILE_BYTES = 4 << 30
 _OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
 _LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
 _MOST_BYTES = 1 << 30
-_BLOCK_BYTES = 16 << 20
 
 Format = Literal["safetensors", "dcp"]
 Named = tuple[str, str, Tensor]
@@ -111,7 +110,7 @@ def last_save(view: LogicalView) -> list[Future[None]]:
 
 
 def log(what: str, folder: str | Path, view: LogicalView) -> None:
-    """Write a line on the first rank; that experts were placed again is a line of the balancer's."""
+    """Write a line on the first rank."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         step = "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
         logger.info("checkpoint %s %s%s", what, folder, step)
@@ -128,7 +127,7 @@ def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], s
     numbers = {
         "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
         "tied": tied,
-        "optimizer": numbers_of(view, to_json),
+        "optimizer": view.numbers(_to_json),
         "balancer": balancer,
     }
     text = json.dumps(numbers)
@@ -181,6 +180,28 @@ def _tensors_of_rank(
             if writer == rank or is_sliced(entry.tensor):
                 one = whole_row(entry.tensor, row, view.balancer.runtime.groups)[0]
                 yield from ((entry.part, *part) for part in stored.cut(one, expert) if writer == rank)
+
+
+def _to_json(value: Any, name: str) -> Any:
+    """An option as `json.dumps` takes it; `_from_json` is the way back."""
+    if isinstance(value, Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    plain = list(value) if isinstance(value, tuple) else value
+    try:
+        retained = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
+    except (TypeError, ValueError):
+        retained = False
+    if not retained:
+        kind = type(value).__name__
+        raise CheckpointError(f"the optimizer's {name} is a {kind}, which JSON does not keep: save with format='dcp'")
+    return value
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    """Of `json.loads`: the tensor that a dictionary describes, or the dictionary."""
+    if value.keys() != {"tensor", "dtype"}:
+        return value
+    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -324,11 +345,8 @@ def _seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:
 
 
 def file_checksum(path: Path) -> str:
-    hasher, block = xxhash.xxh3_128(), bytearray(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            hasher.update(memoryview(block)[:count])
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def remove_own(folder: Path, number: int, token: str) -> None:
@@ -397,32 +415,12 @@ def _of_another_save(index: Path, save: str) -> bool:
     return False
 
 
-class Folder(Saved):
-    """A verified folder, open for reading."""
+class TensorFiles(Saved):
+    """Open files of safetensors: which has a part's tensor of a name, and how the tensors of a model are stored."""
 
-    def __init__(self, folder: Path, marker: Mapping[str, Any]) -> None:
-        self.name = str(folder)
-        self._files: dict[tuple[str, str], Any] = {}
-        numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=from_json)
-        for file in marker["files"]:
-            if file.endswith(".safetensors"):
-                opened, part = _opened(folder / Path(file).name), file.partition("-")[0]
-                self._files.update({(part, name): opened for name in opened.keys()})  # noqa: SIM118
-        layout = {
-            key: Stored(tuple(stored["names"]), stored["experts"], tuple(stored["sizes"]), stored["dim"])
-            for key, stored in numbers["layout"].items()
-        }
-        unnamed = set(self._files)
-        for key, stored in layout.items():
-            if not 0 <= stored.experts <= len(self._files):
-                raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
-            for expert in range(max(1, stored.experts)):
-                unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of(expert))
-        layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
-        self._layout = layout | {key: layout[other] for key, other in numbers["tied"].items()}
-        self.tensors = {key: self._spec(key, one) for key, one in self._layout.items()}
-        self.optimizers = numbers["optimizers"]
-        self.balancer = numbers["balancer"]
+    def __init__(self, name: str, files: Mapping[tuple[str, str], Any], layout: Mapping[str, Stored]) -> None:
+        self.name, self._files, self._layout = name, files, layout
+        self.tensors = {key: self._spec(key, stored) for key, stored in layout.items()}
 
     def _spec(self, key: str, stored: Stored) -> TensorSpec:
         """Shape and dtype of a whole tensor, from those of its parts."""
@@ -434,38 +432,64 @@ class Folder(Saved):
                 raise CheckpointError(f"expert {expert} of {key} has another shape or dtype than expert 0")
             kinds = found
         shape = list(kinds[0][0])
-        if stored.sizes:
-            shape[stored.dim] = sum(stored.sizes)
+        if shape:
+            shape[stored.dim] = sum(part[stored.dim] for part, _ in kinds)
         whole = (stored.experts, *shape) if stored.experts else tuple(shape)
-        return TensorSpec(whole, slices[0][(slice(0, 0),) if kinds[0][0] else ()].dtype)
+        return TensorSpec(whole, slices[0][(slice(0, 0),) if shape else ()].dtype)
 
     def _slice(self, key: str, name: str) -> Any:
         return self._files[key.partition(".")[0], name].get_slice(name)
 
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         stored = self._layout[key]
-        if not stored.experts:
-            self._read(key, stored.names, offsets, block)
-            return
-        for row, one in enumerate(block):
-            self._read(key, stored.names_of(offsets[0] + row), offsets[1:], one)
+        first, at = (offsets[0], offsets[1:]) if stored.experts else (0, offsets)
+        for row, one in enumerate(block if stored.experts else [block]):
+            end = 0
+            for name in stored.names_of(first + row):
+                found = self._slice(key, name)
+                if not one.ndim:
+                    one.copy_(found[()])
+                    continue
+                begin, end = end, end + found.get_shape()[stored.dim]
+                here, size = at[stored.dim], one.shape[stored.dim]
+                low, high = max(begin, here), min(end, here + size)
+                if low < high:
+                    inside = [slice(start, start + length) for start, length in zip(at, one.shape, strict=True)]
+                    inside[stored.dim] = slice(low - begin, high - begin)
+                    one.narrow(stored.dim, low - here, high - low).copy_(found[tuple(inside)])
 
-    def _read(self, key: str, names: Sequence[str], offsets: Sequence[int], block: Tensor) -> None:
-        stored, begin = self._layout[key], 0
-        for number, name in enumerate(names):
-            found = self._slice(key, name)
-            if not block.ndim:
-                block.copy_(found[()])
-                return
-            end = begin + (stored.sizes[number] if stored.sizes else found.get_shape()[stored.dim])
-            first = offsets[stored.dim]
-            low, high = max(begin, first), min(end, first + block.shape[stored.dim])
-            if low < high:
-                inside = [slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True)]
-                inside[stored.dim] = slice(low - begin, high - begin)
-                block.narrow(stored.dim, low - first, high - low).copy_(found[tuple(inside)])
-            begin = end
+
+def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple[str, str], Any]:
+    """Open safetensors files; returns that of each tensor, by part (empty: as our files' names say) and name."""
+    found: dict[tuple[str, str], Any] = {}
+    for file in files:
+        opened = _opened(folder / file)
+        found.update({(part or file.partition("-")[0], name): opened for name in opened.keys()})  # noqa: SIM118
+    return found
+
+
+def read_folder(folder: Path, marker: Mapping[str, Any]) -> Saved:
+    """Return a verified folder, open for reading."""
+    numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=_from_json)
+    files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
+    layout = {
+        key: Stored(tuple(stored["names"]), stored["experts"], tuple(stored["sizes"]), stored["dim"])
+        for key, stored in numbers["layout"].items()
+    }
+    unnamed = set(files)
+    for key, stored in layout.items():
+        if not 0 <= stored.experts <= len(files):
+            raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
+        for expert in range(max(1, stored.experts)):
+            unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of(expert))
+    layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
+    saved = TensorFiles(str(folder), files, layout | {key: layout[other] for key, other in numbers["tied"].items()})
+    saved.optimizers, saved.balancer = numbers["optimizers"], numbers["balancer"]
+    return saved
 
 
 def _opened(path: Path) -> Any:
-    return safe_open(path, framework="pt")
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from None

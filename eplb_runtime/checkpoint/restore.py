@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..utils.text import one_line
 from . import dcp, disk
-from .optimizers import options_of, set_options
-from .state import CheckpointError, Given, JointAccess, LogicalView, PretrainedFolders, Result, Saved, TensorSpec
+from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, TensorSpec, warn_of_left_out
 
 
 @torch.no_grad()
@@ -29,37 +29,34 @@ def load(
     checked before anything is written, and in our own format every byte. With DCP's a damaged file can leave a mixture,
     and a folder from someone else can run their code. ``key``: under which the state was saved with DCP, when it was
     one of several (``{"app": LogicalState(...)}``). ``warm_start``: migrate to the saved placement where EP size and
-    slots are the same, else to one that is planned for the load that was saved with it, if any.
+    slots are the same, and go on from the load that was saved with it.
     Raises CheckpointError: it is damaged, entries are missing, have no place in the model, or have other shapes;
     nothing is changed then."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("load", patient=True)
     wait(disk.last_save(view))
     access, path = JointAccess.of(view), Path(folder)
-    unchanged = f"{folder} was not loaded, nothing is changed"
-    opens: Callable[[], Saved] = lambda: dcp.FolderOfDCP(folder, view, key)  # noqa: E731
+    unchanged, marker = f"{folder} was not loaded, nothing is changed", None
     if access.folder_has(path / disk.MARKER):
         if key:
             raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
         marker = access.together(unchanged, lambda: disk.verified(path, access))
-        opens = lambda: disk.Folder(path, marker)  # noqa: E731
-    saved = access.together(unchanged, lambda: _usable(folder, opens))
-    write = access.together(unchanged, lambda: _usable(folder, lambda: fitted(view, saved)))
+
+    def opened() -> tuple[Saved, Callable[[], None]]:
+        try:
+            saved = disk.read_folder(path, marker) if marker is not None else dcp.FolderOfDCP(folder, view, key)
+            return saved, fitted(view, saved)
+        except CheckpointError:
+            raise
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} cannot be used: {one_line(error, with_type=True)}") from error
+
+    saved, write = access.together(unchanged, opened)
     if warm_start:
         view.restore_placement(saved.balancer)
     access.together(f"{folder} was not loaded, the model is a mixture now", write)
     view.weights_changed()
     disk.log("loaded from", folder, view)
-
-
-def _usable(folder: str | Path, action: Callable[[], Result]) -> Result:
-    """Return the result of reading fields of a checkpoint, which may be anything."""
-    try:
-        return action()
-    except CheckpointError:
-        raise
-    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} cannot be used: {one_line(error, with_type=True)}") from error
 
 
 @torch.no_grad()
@@ -110,8 +107,8 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Read a folder that ``from_pretrained`` reads (``model.safetensors``, or an index); each rank its own experts.
     Collective, between steps. Weights are cast to the model's dtype; optimizer state stays.
-    Raises CheckpointError: there is no such folder for this model, weights are missing or have another shape, or cannot
-    be read by expert; nothing is changed then."""
+    Raises CheckpointError: there is no such folder for this model, weights are missing or have another shape, or the
+    library does more to them than rename and cut; nothing is changed then."""
     view = LogicalView(model)
     view.refuse_freed("load_pretrained", patient=True)
     folders, access, what = _folders(view, "from_pretrained"), JointAccess.of(view), f"{folder} was not loaded whole"
@@ -119,7 +116,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     view.weights_changed()
 
 
-def _folders(view: LogicalView, by_library: str) -> PretrainedFolders:
+def _folders(view: LogicalView, by_library: str) -> ModuleType:
     if view.balancer is None:
         raise CheckpointError(f"the model is not attached: use the library's own {by_library}")
     if view.folders is None:
@@ -141,20 +138,20 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
     unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
     if unknown and not view.in_stages:
         raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
-    view.warn_of_left_out([key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra.")])
+    view.warn_of_registered(key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra."))
     states = _states(view, saved) if view.optimizers else {}
     of_states = [entry for name, state in states.items() for entry in view.state_entries(name, state)]
     for entry in (*known.values(), *of_states):
         size, shape = view.spec_of(entry).shape, tuple(saved.tensors[entry.key].shape)
         if shape != size:
             raise CheckpointError(f"{entry.key} has shape {shape} in {saved.name}, {size} in the model")
-    options = options_of(view, [g for one in saved.optimizers for g in one["param_groups"]]) if view.optimizers else []
+    options = view.options_of([g for one in saved.optimizers for g in one["param_groups"]]) if view.optimizers else []
 
     def write() -> None:
         saved.fill(view, [*view.entries(*parts), *of_states])
         for name, values in states.items():
             view.set_optimizer_state(name, values)
-        set_options(view, options)
+        view.set_options(options)
 
     return write
 
@@ -163,21 +160,27 @@ def _states(view: LogicalView, saved: Saved) -> dict[str, dict[str, Any]]:
     """The optimizer state to be of each parameter, with the tensors that it is read to."""
     if not saved.optimizers:
         raise CheckpointError(f"{saved.name} has no optimizer: load it with optimizer=None")
-    states: dict[str, dict[str, Any]] = {name: {} for name in view.parameters}
+    states: dict[str, dict[str, Any]] = {name: {} for group in view.param_groups for name in view.names_of(group)}
+    left: set[str] = set()
     for name, values in ((n, v) for optimizer in saved.optimizers for n, v in optimizer["numbers"].items()):
         if name in states:
             states[name].update(values)
+        elif name in view.parameters:
+            left.add(name)
         elif not view.in_stages:
             raise CheckpointError(f"{saved.name} has optimizer state of {name}, which is no parameter of the model")
     for key in sorted(key for key in saved.tensors if key.startswith("optimizer.")):
         name = own = key.removeprefix("optimizer.")
-        while name and name not in states:  # state keys may have dots, so the longest parameter name counts
+        while name and name not in view.parameters:  # state keys may have dots, so the longest parameter name counts
             name = name.rpartition(".")[0]
-        if name:
+        if name in states:
             state = own[len(name) + 1 :]
             states[name][state] = _state_tensor(view, name, state, saved.tensors[key])
+        elif name:
+            left.add(name)
         elif not view.in_stages:
             raise CheckpointError(f"{key} in {saved.name} belongs to no parameter of the model")
+    warn_of_left_out("give the optimizer of %s, too: the checkpoint has its state, and it is left out", left)
     return states
 
 

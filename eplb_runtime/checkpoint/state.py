@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ logger = logging.getLogger("eplb_runtime")
 
 Result = TypeVar("Result")
 Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+_KINDS = (list, tuple), (bool, int, float, Tensor), str
 
 
 class CheckpointError(ValueError):
@@ -91,7 +94,7 @@ class LogicalView:
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
-        self.folders: PretrainedFolders | None = stage.host.folders if stage is not None else None
+        self.folders: ModuleType | None = stage.host.folders if stage is not None else None
         self._prefix: str = stage.prefix if stage is not None else ""
         keep_slices(self.model)
         self.parameters: dict[str, Tensor] = dict(self.model.named_parameters())
@@ -179,18 +182,59 @@ class LogicalView:
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter; empty before its first step."""
-        one = self._optimizer_for(name)
+        one = self._optimizer_of.get(name)
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
         """Replace what the optimizer keeps for a parameter."""
-        one = self._optimizer_for(name)
+        one = self._optimizer_of.get(name)
         if one is not None and (state or self.optimizer_state(name)):
             one.state[self.parameters[name]] = dict(state)
 
-    def _optimizer_for(self, name: str) -> torch.optim.Optimizer | None:
-        """The one that has a parameter, or will get it."""
-        return self._optimizer_of.get(name, self.optimizers[0] if self.optimizers else None)
+    def numbers(self, encode: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any] | None:
+        """Param groups, and state that is no tensor, encoded, as in `Saved.optimizers`; None: there is no optimizer."""
+        if not self.optimizers:
+            return None
+        groups = [
+            {**{k: encode(v, k) for k, v in group.items() if k != "params"}, "params": self.names_of(group)}
+            for group in self.param_groups
+        ]
+        states = {name: self.optimizer_state(name).items() for name in self.parameters}
+        numbers = {
+            name: {str(key): encode(value, str(key)) for key, value in state if not isinstance(value, Tensor)}
+            for name, state in states.items()
+        }
+        return {"param_groups": groups, "numbers": {name: found for name, found in numbers.items() if found}}
+
+    def options_of(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Learning rates and the like for each live param group, by parameter name: groups may be cut otherwise than
+        when they were saved, so long as a group has one set of options."""
+        group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
+        found: list[dict[str, Any]] = []
+        for live in self.param_groups:
+            names = self.names_of(live)
+            numbers = sorted({group_of[name] for name in names if name in group_of})
+            options = [{k: v for k, v in saved[number].items() if k != "params"} for number in numbers] or [{}]
+            if any(_plain(other) != _plain(options[0]) for other in options):
+                raise CheckpointError(
+                    f"the param group of {names[0]} was several with different options when saved: build the optimizer "
+                    "with the same groups"
+                )
+            for name, value in options[0].items():
+                if name in live and not _fits(value, live[name]):
+                    was, now = reprlib.repr(value), reprlib.repr(live[name])
+                    raise CheckpointError(f"the optimizer's {name} was saved as {was}, and is {now} now")
+            found.append(options[0])
+        return found
+
+    def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Write what `options_of` gave."""
+        for live, new in zip(self.param_groups, options, strict=True):
+            for option, value in new.items():
+                if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
+                    live[option].copy_(value)
+                else:
+                    live[option] = tuple(value) if isinstance(live.get(option), tuple) else value
 
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
@@ -218,12 +262,11 @@ class LogicalView:
         if self.balancer is not None:
             self.balancer.weights_changed()
 
-    def warn_of_left_out(self, saved: Sequence[str]) -> None:
+    def warn_of_registered(self, saved: Iterable[str]) -> None:
         """Name tensors that were registered when a checkpoint was saved, and are not now."""
-        left = sorted(set(saved) - {entry.name for entry in self.entries("extra")})
-        if left and not self.in_stages and not (dist.is_initialized() and dist.get_rank()):
-            named = f"{left[0]} and {len(left) - 1} more" if left[1:] else left[0]
-            logger.warning("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", named)
+        if not self.in_stages:
+            left = set(saved) - {entry.name for entry in self.entries("extra")}
+            warn_of_left_out("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", left)
 
     def restore_placement(self, saved: Mapping[str, Any] | None) -> None:
         """Migrate to a saved placement if it fits. Collective."""
@@ -238,6 +281,27 @@ class LogicalView:
             logger.info("the saved placement is not used: %s", error)
         except RuntimeError as error:
             logger.warning("%s; training starts from the current placement", error)
+
+
+def warn_of_left_out(line: str, left: Iterable[str]) -> None:
+    """Say on the first rank what of a checkpoint is not read."""
+    names = sorted(left)
+    if names and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning(line, f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0])
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def _fits(saved: Any, live: Any) -> bool:
+    """Return whether an option is of the kind that it was; None fits any but a list."""
+    kinds, now = ([isinstance(value, kind) for kind in _KINDS] for value in (saved, live))
+    if kinds[0] and now[0]:
+        return len(saved) == len(live) and all(map(_fits, saved, live))
+    if isinstance(saved, Tensor) and isinstance(live, Tensor):
+        return saved.shape == live.shape
+    return kinds == now or ((saved is None or live is None) and not (kinds[0] or now[0]))
 
 
 def why_merged(model: nn.Module) -> str:
@@ -364,7 +428,7 @@ class Stored:
 
     Args:
         names: of its parts; ``*`` in them is the number of the expert.
-        experts: E, where each expert has tensors of its own; 0: the tensor is stored whole.
+        experts: E, where each expert is stored by itself; 0: the tensor is stored whole.
         sizes: of the parts along ``dim``; empty: there is one part.
         dim: dimension of the tensor (of one expert, without E) along which it is cut into parts.
     """
@@ -408,19 +472,3 @@ class Saved:
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
         raise NotImplementedError
-
-
-class PretrainedFolders(Protocol):
-    """A framework's own checkpoint folders (``save_pretrained``, ``from_pretrained``), for an attached model."""
-
-    def write(self, view: LogicalView, folder: Path, **options: Any) -> None:
-        """Write the whole model in logical order. Collective."""
-
-    def opened(self, view: LogicalView, folder: Path) -> Saved:
-        """Open a folder whose weights are to be read."""
-
-    def names(self, view: LogicalView) -> Mapping[str, Stored]:
-        """How the folders store tensors, by the model's names, where they store parts of them."""
-
-    def describe(self, view: LogicalView, folder: Path) -> None:
-        """Write the configuration that the framework reads a folder with."""

@@ -12,7 +12,8 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxi
 from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum
 from ..utils.text import one_line
-from .state import LogicalView, TensorSpec, value_of
+from .state import Entry, JointAccess, LogicalView, Stored, TensorSpec, value_of
 
 if TYPE_CHECKING:
     from ..balancer.balancer import Balancer
@@ -50,49 +51,39 @@ class Weight:
     """Tensors of a model that become tensors of its checkpoint together, and independent of all others.
 
     Args:
-        sources: the live tensors. Of experts: this rank's rows ``[E/R, ...]``, or a tensor for each of its home slots.
+        sources: the live tensors, by name in the model. Of experts: this rank's rows ``[E/R, ...]``, or a tensor for
+            each of its home slots.
         layer: the MoE layer, over the whole model, whose experts the rows are; None: of none.
         made: what becomes of the sources, whole, by name and in order.
-        by_expert: where what ``convert`` makes of an expert's row belongs, by key: a name with ``*`` for the number of
-            the expert, or without: a tensor whose rows are the experts. None: the sources are converted whole.
-        convert: makes tensors by key from the values of the sources; of one expert from ``[1, ...]``, or from the
-            tensor of its slot.
+        by: how the one source is cut, each expert by itself: a part without ``*`` in its name is a row of a tensor
+            whose rows are the experts. Or what makes tensors by name from all sources, whole.
         shared: other pipeline stages may have the same tensors under the same names.
-        names: of the sources, in the model.
-        keeps_values: the name is all that changes.
     """
 
-    sources: tuple[Tensor | tuple[Tensor, ...], ...]
+    sources: Mapping[str, Tensor | tuple[Tensor, ...]]
     layer: int | None
     made: Mapping[str, TensorSpec]
-    by_expert: Mapping[str, str] | None
-    convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+    by: Stored | Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     shared: bool = False
-    names: tuple[str, ...] = ()
-    keeps_values: bool = False
 
     @property
     def memory(self) -> list[Tensor]:
         """The live tensors one by one."""
-        return [part for source in self.sources for part in (source if isinstance(source, tuple) else (source,))]
-
-    def places_of(self, expert: int) -> Iterator[tuple[str, str, int | None]]:
-        """Yield key, name and row (None: all of it) of each tensor of an expert."""
-        for key, name in (self.by_expert or {}).items():
-            yield key, name.replace("*", str(expert), 1), None if "*" in name else expert
+        every = self.sources.values()
+        return [part for source in every for part in (source if isinstance(source, tuple) else (source,))]
 
 
-def as_named(name: str, tensor: Tensor, layer: int | None, spec: TensorSpec) -> Weight:
+def as_named(view: LogicalView, entry: Entry) -> Weight:
     """A tensor under its own name, experts stacked."""
-    by_expert = None if layer is None else {name: name}
-    return Weight((tensor,), layer, {name: spec}, by_expert, lambda values: {name: values[0]})
+    stored = Stored((entry.name,), 0 if entry.layer is None else view.num_experts)
+    return Weight({entry.name: entry.tensor}, entry.layer, {entry.name: view.spec_of(entry)}, stored)
 
 
 def weights_of(model: nn.Module, first_layer: int) -> list[Weight]:
     """Tensors of a model under its own names, experts stacked ``[E, ...]``, as `logical_state_dict` has them;
     ``first_layer``: number of its first MoE layer over the whole model, which its balancer knows as well."""
     view = LogicalView(model)
-    return [as_named(entry.name, entry.tensor, entry.layer, view.spec_of(entry)) for entry in view.entries("model")]
+    return [as_named(view, entry) for entry in view.entries("model")]
 
 
 # -- pieces, and which rank has them -----------------------------------------------------------------------------------
@@ -107,7 +98,6 @@ class Piece:
         spec: as it leaves; of a row ``[1, ...]``.
         stage: pipeline stage that has it.
         weight: number of its `Weight` among those of the stage.
-        key: its name in the weight's conversion; of one expert as of all others.
         layer: MoE layer of the whole model; None: of none.
         expert: the logical expert; None: of none, or all of a layer together.
         rows: of the tensor whose row ``expert`` it is; 0: it is a tensor.
@@ -119,7 +109,6 @@ class Piece:
     spec: TensorSpec
     stage: int
     weight: int
-    key: str
     layer: int | None
     expert: int | None
     rows: int
@@ -138,13 +127,19 @@ class TensorList:
     Args:
         weights: of each pipeline stage of this rank.
         dtype: of tensors of floating point, as they leave; None: as they are.
+        live: what is here whole leaves in live memory, and is not copied.
     """
 
     def __init__(
-        self, balancer: Balancer, weights: Mapping[int, Sequence[Weight]], dtype: torch.dtype | None = None
+        self,
+        balancer: Balancer,
+        weights: Mapping[int, Sequence[Weight]],
+        dtype: torch.dtype | None = None,
+        *,
+        live: bool = False,
     ) -> None:
         self.balancer, self.job = balancer, balancer.runtime.job
-        self._weights, self._dtype = weights, dtype
+        self._weights, self._dtype, self._live = weights, dtype, live
         self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
         self._placement = balancer.placement
         self.num_experts = self._placement.num_experts
@@ -163,17 +158,17 @@ class TensorList:
     def _pieces_of(self, stage: int, weights: Sequence[Weight], sliced: bool) -> Iterator[Piece]:
         for number, weight in enumerate(weights):
             layer = weight.layer
-            if layer is None or weight.by_expert is None:
+            if not isinstance(weight.by, Stored) or not weight.by.experts:
                 joint = layer is not None or any(isinstance(part, DTensor) for part in weight.memory)
                 for name, spec in weight.made.items():
-                    yield Piece(name, self._cast(spec), stage, number, name, layer, None, 0, joint, weight.shared)
+                    yield Piece(name, self._cast(spec), stage, number, layer, None, 0, joint, weight.shared)
                 continue
             for expert in range(self.num_experts):
-                for key, name, row in weight.places_of(expert):
+                for name in weight.by.names_of(expert):
                     spec, rows = self._cast(weight.made[name]), 0
-                    if row is not None:
+                    if name in weight.by.names:
                         spec, rows = replace(spec, shape=(1, *spec.shape[1:])), spec.shape[0]
-                    yield Piece(name, spec, stage, number, key, layer, expert, rows, sliced, False)
+                    yield Piece(name, spec, stage, number, layer, expert, rows, sliced, False)
 
     def _cast(self, spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=self._dtype) if self._dtype is not None and spec.dtype.is_floating_point else spec
@@ -206,7 +201,7 @@ class TensorList:
             return found
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):
             return odd
-        text = json.dumps([vars(piece) for piece in self.pieces], default=vars_of_spec).encode()
+        text = json.dumps([asdict(piece) for piece in self.pieces], default=str).encode()
         if odd := all_equal(xxhash.xxh3_128(text).digest(), "list of tensors", control, sets):
             return odd
         if len(sets) > 1:
@@ -248,8 +243,13 @@ class TensorList:
         if self._last[0] != what:  # the rest of what a conversion gives is held for the pieces that follow
             self.forget()
             with torch.no_grad():
-                self._last = what, weight.convert([self._source(weight, one, piece.expert) for one in weight.sources])
-        return self._last[1][piece.key].reshape(piece.spec.shape) if mine else None
+                values = {name: self._source(weight, one, piece.expert) for name, one in weight.sources.items()}
+                if isinstance(weight.by, Stored):
+                    (value,) = values.values()
+                    self._last = what, dict(weight.by.cut(value, piece.expert or 0))
+                else:
+                    self._last = what, weight.by(values)
+        return self._last[1][piece.name].reshape(piece.spec.shape) if mine else None
 
     def _source(self, weight: Weight, source: Tensor | tuple[Tensor, ...], expert: int | None) -> Tensor:
         """A live tensor of a weight, whole; or its row of one expert."""
@@ -259,66 +259,55 @@ class TensorList:
         row = int(self._places[weight.layer, expert]) % (self.num_experts // len(self.job.row_ranks))
         if isinstance(source, tuple):
             return source[row].detach()
-        return whole_row(source, row, self.balancer.runtime.groups)
+        return whole_row(source, row, self.balancer.runtime.groups)[0]
 
     def forget(self) -> None:
         """Let go of what was made last."""
         self._last = (None, {})
 
-    # -- a bucket: ``to`` says by a piece's number which rank it goes to; None: to all. All go to all, or each to one --
+    # -- a bucket, given by the numbers of its pieces, for one rank (None: for all) --
 
-    def begin(self, to: Mapping[int, int | None], copies: bool) -> dict[int, Tensor]:
-        """Take the memory of what arrives, and read the pieces that this rank makes alone; returns both. ``copies``: of
-        what stays here; else it is handed out in live memory."""
+    def begin(self, numbers: Sequence[int], rank: int | None) -> dict[int, Tensor]:
+        """Take the memory of what arrives, and read the pieces that this rank makes alone; returns both."""
         parts: dict[int, Tensor] = {}
-        for number, rank in to.items():
-            if rank in (None, self.job.rank) and self.owner_of(number, rank) not in (None, self.job.rank):
+        for number in numbers if rank in (None, self.job.rank) else ():
+            if self.owner_of(number, rank) not in (None, self.job.rank):
                 spec, device = self.pieces[number].spec, self.balancer.runtime.device
                 parts[number] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        self._read(to, parts, copies, joint=False)
+        self._read(numbers, rank, parts, joint=False)
         return parts
 
-    def end(self, to: Mapping[int, int | None], parts: dict[int, Tensor], copies: bool) -> list[tuple[Piece, Tensor]]:
+    def end(self, numbers: Sequence[int], rank: int | None, parts: dict[int, Tensor]) -> list[tuple[Piece, Tensor]]:
         """Make the pieces that ranks make together, and send each to the ranks that need it. Collective. Returns what
         this rank has of the bucket, and empties ``parts``."""
-        self._read(to, parts, copies, joint=True)
-        for work in self._travelling(to, parts):
-            work.wait()
-        here = [(self.pieces[n], parts[n]) for n, rank in to.items() if rank in (None, self.job.rank)]
-        parts.clear()
-        return here
-
-    def _read(self, to: Mapping[int, int | None], parts: dict[int, Tensor], copies: bool, joint: bool) -> None:
-        for number, rank in to.items():
-            piece = self.pieces[number]
-            if piece.joint == joint and (value := self.value(piece, self.owner_of(number, rank))) is not None:
-                copied = copies and rank in (None, self.job.rank)
-                parts[number] = value.to(piece.spec.dtype, copy=copied).contiguous()
-        self.forget()
-
-    def _travelling(self, to: Mapping[int, int | None], parts: Mapping[int, Tensor]) -> Sequence[dist.Work]:
+        self._read(numbers, rank, parts, joint=True)
         group, here = self.balancer.runtime.groups.everyone, self.job.rank
-        works: list[dist.Work] = []
+        works: list[Any] = []
         messages: list[dist.P2POp] = []
-        for number, rank in to.items():
+        for number in numbers:
             owner = self.owner_of(number, rank)
             if rank is None and owner is not None:
-                work = dist.broadcast(as_bytes(parts[number]), owner, group=group, async_op=True)
-                assert work is not None
-                works.append(work)
+                works.append(dist.broadcast(as_bytes(parts[number]), owner, group=group, async_op=True))
             elif owner != rank and here in (owner, rank):
                 send, peer = (dist.isend, rank) if owner == here else (dist.irecv, owner)
                 messages.append(dist.P2POp(send, as_bytes(parts[number]), peer, group))
-        return works or (dist.batch_isend_irecv(messages) if messages else [])
+        for work in works or (dist.batch_isend_irecv(messages) if messages else ()):
+            work.wait()
+        arrived = [(self.pieces[number], parts[number]) for number in numbers] if rank in (None, here) else []
+        parts.clear()
+        return arrived
 
-
-def vars_of_spec(spec: TensorSpec) -> dict[str, Any]:
-    """Of `json.dumps`; `_spec` is the way back."""
-    return {"shape": spec.shape, "dtype": str(spec.dtype).removeprefix("torch.")}
+    def _read(self, numbers: Sequence[int], rank: int | None, parts: dict[int, Tensor], joint: bool) -> None:
+        for number in numbers:
+            piece = self.pieces[number]
+            if piece.joint == joint and (value := self.value(piece, self.owner_of(number, rank))) is not None:
+                copied = not self._live and rank in (None, self.job.rank)
+                parts[number] = value.to(piece.spec.dtype, copy=copied).contiguous()
+        self.forget()
 
 
 def _spec(shape: Sequence[int], dtype: str) -> TensorSpec:
-    return TensorSpec(tuple(shape), getattr(torch, dtype))
+    return TensorSpec(tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _cut(pieces: Sequence[Piece], bucket_bytes: int) -> list[range]:
@@ -351,14 +340,14 @@ def _assembled(
         del tensor
 
 
-def brought(tensors: TensorList, to: Sequence[int]) -> Iterator[NamedTensor]:
-    """Bring each piece to a rank; there, yield each tensor: in live memory where it is there whole, and on the host
-    where experts are stacked. Collective; all ranks go through to the end."""
+def brought(tensors: TensorList, joint: JointAccess, what: str) -> Iterator[NamedTensor]:
+    """Yield all tensors on the first rank, where experts are stacked on the host, and none elsewhere. Collective; all
+    ranks go through to the end, or raise with the one that fails, as `JointAccess.together` does."""
     stacks: dict[str, Tensor] = {}
+    first = joint.ranks[0]
     for numbers in _cut(tensors.pieces, BUCKET_BYTES):
-        ranks = {number: to[number] for number in numbers}
-        parts = tensors.begin(ranks, copies=False)
-        yield from _assembled(tensors.end(ranks, parts, copies=False), stacks, torch.device("cpu"))
+        parts = joint.together(what, partial(tensors.begin, numbers, first))
+        yield from _assembled(tensors.end(numbers, first, parts), stacks, torch.device("cpu"))
 
 
 # -- the stream --------------------------------------------------------------------------------------------------------
@@ -393,7 +382,7 @@ class LogicalTensors(TensorStream):
             if self._next == len(self._cuts):
                 self._end()
             else:
-                self._running = self._bring(dict.fromkeys(self._cuts[self._next], self._rank))
+                self._running = self._bring(self._cuts[self._next])
         if self._refusal:
             raise ExportError(self._refusal)
         raise StopIteration
@@ -421,13 +410,13 @@ class LogicalTensors(TensorStream):
         self._tensors.forget()
 
     @torch.no_grad()
-    def _bring(self, to: Mapping[int, int | None]) -> Iterator[NamedTensor]:
+    def _bring(self, numbers: Sequence[int]) -> Iterator[NamedTensor]:
         """Fill a bucket, or raise what a rank has that stopped, failed or has not come. Collective."""
         tensors, parts = self._tensors, dict[int, Tensor]()
         problem = tensors.moved() or tensors.problem()
         if not problem:
             try:
-                parts = tensors.begin(to, copies=True)
+                parts = tensors.begin(numbers, self._rank)
             except Exception as error:
                 problem = one_line(error, with_type=True)
         where, seconds = f"bucket {self._next + 1} of {len(self._cuts)}", self._seconds
@@ -443,7 +432,8 @@ class LogicalTensors(TensorStream):
             self._end()
             raise ExportError(f"weights were not exported past {where}: {outcome}")
         self._next += 1
-        return _assembled(tensors.end(to, parts, copies=True), self._stacks)  # without a reference to the stream
+        arrived = tensors.end(numbers, self._rank, parts)
+        return _assembled(arrived, self._stacks)  # without a reference to the stream
 
 
 # -- exports of a balancer -------------------------------------------------------------------------------------------

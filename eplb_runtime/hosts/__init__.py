@@ -207,9 +207,7 @@ def _layers_of(
     """What ``layers`` says of each model."""
     if layers is None:
         return [None] * len(models)
-    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)]
-    if len(models) == 1 and not of_each:
-        of_each = [list(layers)]
+    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)] or [list(layers)]
     if len(of_each) != len(models):
         raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
     return of_each

@@ -146,11 +146,9 @@ def saved_load(
     return state
 
 
-def resume_load(
-    state: Mapping[str, Any], history: deque[NDArray[np.int64]], counter: LoadCounter, share: int | None
-) -> None:
+def resume_load(state: Mapping[str, Any], history: deque[NDArray[np.int64]], counter: LoadCounter, share: int) -> None:
     """Let history and counter go on from what `saved_load` gave. ``share``: 1 on the one rank that takes what all had
-    counted since the last decision, 0 on the others; None: no rank does."""
+    counted since the last decision, 0 on the others."""
     if not state:
         return
     if state.get("steps_per_bucket") != counter.steps_per_bucket:
@@ -158,15 +156,7 @@ def resume_load(
         return
     sizes = (*counter.counts.shape, history.maxlen or LONGEST)
     rows = decode(state["history"], *sizes) if "history" in state else ()
-    if "open" in state and share is not None:
+    if "open" in state:
         counter.resume(torch.from_numpy(decode(state["open"], *sizes)) * share, int(state["open_steps"]))
     history.clear()
     history.extend(rows)
-
-
-def saved_windows(state: Any, num_layers: int, num_experts: int) -> NDArray[np.int64] | None:
-    """Return all windows that `saved_load` kept, int64 ``[T, L, E]``, oldest first; None: no tokens."""
-    known = state if isinstance(state, Mapping) else {}
-    windows = [decode(known[name], num_layers, num_experts, LONGEST) for name in ("history", "open") if name in known]
-    load = np.concatenate(windows) if windows else np.zeros(0, dtype=np.int64)
-    return load if load.any() else None

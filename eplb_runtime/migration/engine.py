@@ -187,11 +187,6 @@ class MigrationEngine:
         self.broken = ""
         self.probe: Probe = unobserved
 
-    def take_memory(self) -> None:
-        """`RoundExecutor.take_memory`, on any thread."""
-        with self._on_device():
-            self.executor.take_memory()
-
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
         """Use new connections after a failure broke the old ones."""
         self.executor.reconnect(transport)

@@ -239,7 +239,6 @@ class RoundExecutor:
         self._departures = Arena(lambda size: self._transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
         self._arenas = self._arrivals, self._departures, self._spare
-        self._freed_bytes = [0, 0, 0]
 
     @property
     def device(self) -> torch.device:
@@ -258,21 +257,11 @@ class RoundExecutor:
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
     def free_memory(self) -> int:
-        """Free all memory for experts in flight; `take_memory` takes as much again. Returns its bytes."""
-        self._freed_bytes = [arena.memory.nbytes for arena in self._arenas]
+        """Free all memory for experts in flight; the next migration reserves its own. Returns its bytes."""
+        nbytes = sum(arena.memory.nbytes for arena in self._arenas)
         for arena in self._arenas:
             arena.forget()
-        return sum(self._freed_bytes)
-
-    def take_memory(self) -> None:
-        """Take the memory that `free_memory` has freed; RuntimeError: there is none, and nothing is taken."""
-        try:
-            for arena, nbytes in zip(self._arenas, self._freed_bytes, strict=True):
-                arena.reserve(nbytes)
-        except BaseException:
-            for arena in self._arenas:
-                arena.forget()
-            raise
+        return nbytes
 
     @property
     def memory(self) -> list[Tensor]:

@@ -151,7 +151,7 @@ def _of_decisions(state: RunState, progress: Progress) -> list[Metric]:
         _counter("moved_experts", "Experts that changed their home slot, in one EP group.", experts, "link"),
         _counter("moved_bytes", "Bytes of experts with their state, in one EP group.", nbytes, "link"),
         _gauge("balancing", "1 while ranks balance, 0 in rollouts, pauses and at the end.", balancing),
-        _counter("aborts", "Rebalances that were dropped, by where and why.", state.aborts, "phase", "cause"),
+        _counter("aborts", "Rebalances that were dropped, by where.", state.aborts, "phase"),
         _counter("guard_findings", "Mistakes that the guard found.", state.findings),
         _counter("rebalances", "Rebalances that were carried out.", state.rebalances),
         _counter("pause_seconds", "Seconds that training stopped for rebalances.", state.pause_seconds),

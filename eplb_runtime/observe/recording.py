@@ -48,8 +48,6 @@ class Recorder:
             if (before := shape_recorded(run)) not in (None, (num_layers, num_experts)):
                 now = num_layers, num_experts
                 raise FileError("it holds the load of {} layers of {} experts, not {} of {}".format(*before, *now))
-            if before is None and (run / "load").is_dir():
-                raise FileError("its load/ is of an earlier release: in it, awk 1 load/*.jsonl > load.jsonl")
         except FileError as error:
             raise FileError(f"{run}: {error}; or name another folder for this run") from None
         self.run, self._ended = run, ""

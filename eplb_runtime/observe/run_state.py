@@ -30,22 +30,10 @@ LONGEST_TEXT = 400
 """Of a reason or a cause."""
 LINKS = ("inside a rank", "inside a node", "between nodes")
 
-_CAUSES = {
-    "checksum": "checksum",
-    "memory": "memory",
-    "no token": "no tokens",
-    "declare": "declared load",
-    "planner": "planner",
-    "planning": "planner",
-    "waited": "timeout",
-    "timed out": "timeout",
-    "timeout": "timeout",
-    "connect": "connection",
-}
 _PREDICTED = ("imbalance_before", "imbalance_after", "seconds_saved", "seconds_spent", "horizon_steps")
 _PREDICTIONS = ("judged_plans", "judged_decisions", "predicted_seconds", "true_seconds")
 _PHASES = ("prepare", "post", "transfer", "verify", "maps", "vote", "commit")
-_ABORT_PHASES = {phase: phase for phase in ("planned", "prepared", "staged", "verified", "decided", "committed")}
+_ABORT_PHASES = ("planned", "prepared", "staged", "verified", "decided", "committed")
 
 
 class RunState:
@@ -67,8 +55,7 @@ class RunState:
         placed_at: step of the newest rebalance, or of the start.
         decisions, troubles: rows of the newest, oldest first.
         curve: ``{"step", "steps", "mean", "worst", "start_mean", "start_worst", "step_seconds", "windows"}``.
-        decided, moved_experts, moved_bytes, phase_seconds, aborts: totals by decision and reason, link, phase, and
-            phase and cause.
+        decided, moved_experts, moved_bytes, phase_seconds, aborts: totals by decision and reason, link and phase.
         saved_seconds: by the gate's model, measured imbalance compared with that of the initial placement.
         promised_seconds: predicted by the plans that were carried out, for the steps in which each was in use.
     """
@@ -93,7 +80,7 @@ class RunState:
         self.moved_experts: Counter[str] = Counter()
         self.moved_bytes: Counter[str] = Counter()
         self.phase_seconds: defaultdict[str, float] = defaultdict(float)
-        self.aborts: Counter[tuple[str, str]] = Counter()
+        self.aborts: Counter[str] = Counter()
         self.rebalances = self.findings = self.pauses = self.measured_steps = self.rollouts = self.placed_replicas = 0
         self.pause_seconds = self.rollout_seconds = self.saved_seconds = self.promised_seconds = 0.0
 
@@ -120,7 +107,7 @@ class RunState:
             case "RebalanceCommitted":
                 self._committed(record)
             case "RebalanceAborted":
-                self.aborts[_kind(record["phase"], _ABORT_PHASES), _kind(record["cause"], _CAUSES)] += 1
+                self.aborts[record["phase"] if record["phase"] in _ABORT_PHASES else "other"] += 1
                 if self.decisions and self.decisions[-1]["step"] == record["step"]:
                     self.decisions[-1]["outcome"] = "dropped"
                 self._trouble("dropped", f"{record['phase']}: {record['cause']}", record)
@@ -252,12 +239,6 @@ def _merge(into: dict[str, float], point: Mapping[str, float]) -> None:
         into[name] = max(into[name], point[name])
     into["steps"] += point["steps"]
     into["step"], into["windows"] = point["step"], total
-
-
-def _kind(text: object, known: Mapping[str, str]) -> str:
-    """Return one of a few words for a sentence: labels of metrics must stay few."""
-    lowered = str(text).lower()
-    return next((word for part, word in known.items() if part in lowered), "other")
 
 
 def _share(record: Record) -> ExpertShare:

@@ -13,12 +13,11 @@ from http import HTTPStatus
 from pathlib import Path
 
 from ..config import BalancerConfig
-from ..events import CLOSING_SECONDS, MOST_WAITING, Event, EventLog
+from ..events import Event, EventLog
 from ..load.clock import Progress
 from ..placement import Placement
 from ..topology import Topology
 from ..utils.files import write_file
-from ..utils.worker import Worker
 from .events_file import NAME, LineFile, Record, job_record, record_of
 from .metrics import NOT_INSTALLED, Metric, balance_of, exposition, metrics_of, scalars_of, summary_of, summary_text
 from .page import Answer, PageServer, Route, finite, page, view_of
@@ -34,9 +33,9 @@ Sink = Callable[[Record], None]
 
 
 class Shown:
-    """What shows a job, on its rank 0: makes a record of each event on a thread of its own and hands it to sinks, in
-    order: the job's state, its log, trackers. Training never waits for it. A sink that fails is named once in the log,
-    and tried again with the next record.
+    """What shows a job, on its rank 0: a listener that makes a record of each event and hands it to sinks, in order:
+    the job's state, its log, trackers. A sink that fails is named once in the log, and tried again with the next
+    record.
 
     Args:
         topology: of one EP group.
@@ -48,7 +47,6 @@ class Shown:
     Attributes:
         state: what the job has come to.
         sinks: by name.
-        left_out: events that were dropped because too many were waiting.
         server: None: none was asked for, or its address could not be had.
 
     Raises:
@@ -64,9 +62,9 @@ class Shown:
         progress: Callable[[], Progress],
         layers_of_stage: Sequence[int] = (),
     ) -> None:
-        self._config, self._progress, self.state, self.left_out = config, progress, RunState(), 0
+        self._config, self._progress, self.state, self._events = config, progress, RunState(), EventLog()
         self._record_of = partial(record_of, start=placement, speed_R=config.speed_R)
-        self._worker, self._failing = Worker("eplb_runtime observer"), set[str]()
+        self._failing = set[str]()
         job = job_record(config, topology, placement, world_size, time.time(), layers_of_stage)
         self.state.apply(job)
         self.sinks: dict[str, Sink] = {"the state of the run": self.state.apply}
@@ -78,18 +76,12 @@ class Shown:
 
     def follow(self, events: EventLog) -> None:
         """Listen from now on."""
-        events.called_at_once.append(self.hear)
+        self._events = events
+        events.subscribe(self.hear)
 
     def hear(self, event: Event) -> None:
-        """Take an event; never waits, never raises."""
-        if self._worker.waiting >= MOST_WAITING:
-            self.left_out += 1
-        elif not self._worker.closed:
-            self._worker.submit(partial(self._hand_on, event, time.time()))
-
-    def _hand_on(self, event: Event, now: float) -> None:
         try:
-            record = self._record_of(event, now=now)
+            record = self._record_of(event, now=time.time())
         except Exception:
             logger.exception("the event %s cannot be shown; the job goes on", event.name)
             return
@@ -113,10 +105,9 @@ class Shown:
         self.sinks[f"the tracker {len(self.sinks)}"] = sink
 
     def close(self) -> None:
-        """Write what was heard, if that is quick enough, close the page, and log what the run has come to."""
-        if self._log is not None and not self._worker.closed:
-            self._worker.submit(self._log.close)
-        self._worker.close(CLOSING_SECONDS)
+        """Close the log and the page, when there are no more events, and log what the run has come to."""
+        if self._log is not None:
+            self._log.close()
         if self.server is not None:
             self.server.close()
         summary = summary_of(self.state, self._progress())
@@ -134,7 +125,7 @@ class Shown:
             return balance_of(self.state)
 
     def metrics(self) -> list[Metric]:
-        return metrics_of(self.state, self._progress(), time.time(), self.left_out)
+        return metrics_of(self.state, self._progress(), time.time(), self._events.left_out)
 
     def _serve(self) -> PageServer | None:
         if self._config.listen is None:

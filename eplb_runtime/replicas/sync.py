@@ -39,7 +39,7 @@ class ReplicaSync:
         banks: Mapping[int, ReplicaBank],
         transport: RowTransport,
         rank: int,
-        gradient_divisor: int,
+        gradient_divisor: float,
         ranks_per_node: int,
         num_shards: int,
         channels: MicroBatchChannels,

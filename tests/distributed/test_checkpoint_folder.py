@@ -286,6 +286,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
     save(tmp_path / "dcp", model, format="dcp")
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "model.safetensors").touch()
+    (tmp_path / "file").touch()
     index = (tmp_path / "good" / "checkpoint.json").read_text()
     (file,) = (tmp_path / "good").glob("*.safetensors")
 
@@ -311,6 +312,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "async_save writes no format='dcp'": lambda: eplb.checkpoint.async_save(tmp_path / "z", model, format="dcp"),
         "complex.weight.momentum: safetensors has no torch.complex128": lambda: save(tmp_path / "y", odd, odd_dtype),
         "has a model.safetensors, which would be read": lambda: save(tmp_path / "weights", model),
+        "file was not saved: rank 0: FileExistsError": lambda: save(tmp_path / "file", model, format="dcp"),
         "has a checkpoint already, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
     }
     assert_refused(cases)

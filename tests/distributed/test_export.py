@@ -212,7 +212,7 @@ def other_names(how: str) -> None:
     )
 
 
-HOWS = ("stacked and transposed", "experts in the middle", "joined")
+HOWS = ("backwards", "stacked and transposed", "experts in the middle", "joined")
 
 
 def export_with_other_names(rank: int, folder: Path) -> None:
@@ -335,7 +335,6 @@ def refusals(rank: int, folder: Path) -> None:
     cases: dict[str, Callable[[], object]] = {
         "does not take push_to_hub: upload the folder": lambda: export_it(model, folder, push_to_hub=True),
         "the model is not attached": lambda: export_it(whole_model(Job()), folder),
-        "mixes experts": lambda: (other_names("backwards"), export_it(model, folder)),
     }
     assert_refused(cases)
 

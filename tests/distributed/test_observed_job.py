@@ -59,7 +59,7 @@ def observed(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
 
 def looked_at(shown: Shown) -> dict[str, object]:
     """What rank 0's server gives when all has been heard."""
-    shown._worker.submit(lambda: None).result(60)
+    shown._events._threads[0].submit(lambda: None).result(60)
     with urlopen(f"{shown.server.url}state", timeout=60) as answer:
         state = json.load(answer)
     samples = {f"{m.name} {' '.join(labels.values())}".strip(): x for m in shown.metrics() for labels, x in m.samples}

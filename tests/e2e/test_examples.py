@@ -22,7 +22,7 @@ import eplb_runtime as eplb
 from eplb_runtime.cli import main
 from eplb_runtime.config import Trial, set_trial
 from eplb_runtime.load.series import read_series
-from eplb_runtime.tools.verification import runs
+from eplb_runtime.tools import verification
 
 TRAINER = ["trainer.py", "--steps", "8", "--output", "{folder}"]
 LOOP = ["transformers_loop.py"]
@@ -62,17 +62,17 @@ def test_an_example_is_right(command: list[str], tmp_path: Path, monkeypatch: py
     name, *options = [part.format(folder=tmp_path) for part in command]
     server = "test_megatron" if name == "megatron_gpt.py" else ""
 
-    def run(words: list[str], trial: Trial, title: str) -> runs.Run:
+    def run(words: list[str], trial: Trial, title: str) -> verification.Run:
         environment: dict[str, str] = {}
         set_trial(trial, environment)
         ranks = 4 if command is PIPELINE else 2
         done = run_script(FOLDER / name, *options, ranks=ranks, server=server, **environment)
-        return replace(runs.Run.of(Path(trial.folder)), failure=done.stderr if done.returncode else "")
+        return replace(verification.Run.of(Path(trial.folder)), failure=done.stderr if done.returncode else "")
 
-    monkeypatch.setattr(runs, "_run", run)
-    report = runs.verify_command([name], steps=3)
-    assert report.passed and report.moved and report.steps == 3, str(report)
-    assert report.single is not None or "the framework spreads the experts" in report.single_reason
+    monkeypatch.setattr(verification, "_run", run)
+    report = verification.verify_command([name], steps=3)
+    assert report.passed and report.moved["equal"] and report.steps == 3, str(report)
+    assert report.single["equal"] or "the framework spreads the experts" in report.single["reason"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")

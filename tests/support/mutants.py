@@ -59,7 +59,7 @@ def combine_in_physical_order() -> None:
 def overlook_new_gradients() -> None:
     from eplb_runtime.balancer.gradients.reduction import Averaging, Gradients
 
-    Averaging.has_new = Averaging.has_replaced = False
+    Averaging.has_new = False
     Gradients.arrives = lambda self, parameter: None
 
 
@@ -169,7 +169,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         f"{BITS}_where_several_ranks_hold_an_expert[6]",
         other("balancer.gradients.reduction:sum_in_rank_order", lambda own: summed),
     ),
-    "gradients reduced again": (LOOPS, nothing("balancer.gradients.reduction:Averaging._leave_to_the_first")),
+    "contributions not scaled": (LOOPS, nothing("balancer.gradients.reduction:Averaging._hook")),
     "new gradients overlooked": (LOOPS, overlook_new_gradients),
     "checkpoints in slot order": (
         "test_checkpoint.py::test_it_loads_bit_equal_anywhere",

@@ -5,9 +5,8 @@ Tokens of all ranks reach an expert in its layer, so what a layer gives is divid
 its layer (a penalty over all parameters, a second head) comes from the ranks that hold the expert alone, where a
 parameter outside the experts gets it from all ranks: so gradients of experts are divided at their parameters, too.
 
-The sum over ranks is linear. One rank alone brings what all have from an earlier sum to the next one; where sums are
-divided by the number of ranks, all may bring it. So a loop may look at gradients as often as it likes, go on adding to
-them, and never zero them.
+What arrives is scaled, so that what is reduced is a mean over ranks: it may be averaged again, with contributions that
+came since. So a loop may look at gradients as often as it likes, go on adding to them, and never zero them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...distributed.consensus import extremes, gather_rows, maxima
+from ...distributed.consensus import gather_rows, maxima
 from ...load.counter import in_recompute
 from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
@@ -32,9 +31,9 @@ from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_
 
 BUCKET_BYTES = 32 << 20
 """Size up to which gradients of one dtype travel together."""
-NONE, TAKEN, ALIKE, REPLACED, NEW = range(5)
-"""Kinds of a parameter's gradient on a rank: none, none since the loop has taken it, the same as on all ranks, a tensor
-of the loop's in its place, or one with contributions that the other ranks do not have."""
+OLD, TAKEN, NEW = range(3)
+"""Kinds of a parameter's gradient on a rank: none, or as the last reduction left it; none since the loop has taken it;
+or one with contributions that the other ranks may not have."""
 
 
 class Gradients(LoopHooks):
@@ -53,12 +52,11 @@ class Gradients(LoopHooks):
         self._sliced = tensors.sliced
         self._averaged: list[Averaging] = []
         if runtime.averages_dense:
-            self._averaged.append(Averaging(tensors.dense, groups.data, groups.job.gradient_divisor))
+            scale = groups.data.size() / groups.job.gradient_divisor
+            self._averaged.append(Averaging(tensors.dense, groups.data, scale))
         self._of_experts: Averaging | None = None
-        if groups.expert_data is not None and not self._sliced:
-            self._of_experts = Averaging(
-                runtime.parameters, groups.expert_data, 1, in_rank_order=True, hooked_by_caller=True
-            )
+        if groups.expert_data is not None and runtime.divisors.are_of_means and not self._sliced:
+            self._of_experts = Averaging(runtime.parameters, groups.expert_data, None, in_rank_order=True)
             self._averaged.append(self._of_experts)
         self._first = True
         self._new = True
@@ -89,15 +87,9 @@ class Gradients(LoopHooks):
     def begin(self) -> None:
         """Begin new gradients."""
         self._first = True
-        self.on_moved()
 
     def on_step_end(self) -> None:
         self.begin()
-
-    def on_moved(self) -> None:
-        """Note that experts have moved between steps, with their gradients."""
-        for averaging in self._averaged:
-            averaging.step_is_over()
 
     def on_forward_begin(self, trains: bool) -> None:
         """Expect new gradients in training; RuntimeError: replicas have no place for some."""
@@ -139,8 +131,7 @@ class Gradients(LoopHooks):
         if self._replicas is not None:  # replicas may have gradients that no home shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
-        new = self._first or self._new or any(averaging.has_new for averaging in self._averaged)
-        if not new and not any(averaging.has_replaced for averaging in self._averaged):
+        if not (self._first or self._new or any(averaging.has_new for averaging in self._averaged)):
             return
         with phase("reduce gradients"):
             for averaging in self._averaged:
@@ -237,175 +228,94 @@ def _is_known(hook: Callable[..., Any]) -> bool:
 
 
 class Averaging:
-    """Sums the gradients of some parameters, the same on every rank of a group, and divides them; more may join.
-    ``in_rank_order``: each element in the order of the ranks, for rows that move. ``hooked_by_caller``: the caller
-    calls `arrives`; else hooks do."""
+    """Averages the gradients of some parameters, the same on every rank of a group; more may join. A mean stays what it
+    is if it is averaged again, with new contributions or without.
+
+    Args:
+        scale: factor of what arrives from now on; None: the caller scales it, and calls `arrives`.
+        in_rank_order: each element is added in the order of the ranks, for rows that move.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         group: dist.ProcessGroup,
-        divisor: int,
+        scale: float | None,
         *,
         in_rank_order: bool = False,
-        hooked_by_caller: bool = False,
     ) -> None:
         self._parameters = parameters
         self._group = group
-        self._divisor = divisor
+        self._scale = scale
         self._in_rank_order = in_rank_order
-        self._any_may_bring_it = group.size() == divisor
-        self._hooked_by_caller = hooked_by_caller
         self._watched: set[Tensor] = set()
         self._arrived: set[Tensor] = set()
         self._any_taken = False
-        self._alike: set[Tensor] = set()
-        self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
-        self._left: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
-        self._captured: set[Tensor] = set()
+        self._left: dict[Tensor, weakref.ref[Tensor]] = {}
 
     @property
     def has_new(self) -> bool:
-        """Return whether a backward pass has brought gradients since the last reduction, or parameters have joined."""
+        """Return whether gradients have come since the last reduction, or are other tensors than it left, or parameters
+        have joined."""
         self._watch_all()
-        return self._any_taken or bool(self._arrived)
-
-    @property
-    def has_replaced(self) -> bool:
-        """Return whether gradients are other tensors than a reduction left: a loop may have put raw ones aside."""
-        return any(map(self._is_replaced, self._alike))
+        return self._any_taken or any(self._kind(parameter) for parameter in self._parameters.values())
 
     def arrives(self, parameter: Tensor) -> None:
         """Note that a backward pass is about to add to this gradient."""
         self._arrived.add(parameter)
-        if parameter in self._alike:
-            self._alike.discard(parameter)
-            self._leave_to_the_first(parameter)
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured.add(parameter)  # replays bring gradients without a hook
-
-    def step_is_over(self) -> None:
-        """Note that the optimizers have used the gradients, which may stay, be added to or be used again."""
-        if not self._any_may_bring_it:
-            gradients = [(parameter, parameter.grad) for parameter in self._alike]
-            self._left = {p: (weakref.ref(g), g._version) for p, g in gradients if g is not None}
 
     @torch.no_grad()
     def reduce(self, *, first: bool) -> None:
-        """Sum new gradients in place. Collective over the group.
+        """Average new gradients in place. Collective over the group.
 
         A parameter without a gradient on some ranks takes part with zeros. One without a gradient on every rank stays
         so.
 
         Args:
             first: for the first time since a step ended: gradients may have been written by hand.
-
-        Raises:
-            RuntimeError: a gradient that was used was then rewritten in place, and no backward pass has run since; or
-                one was replaced that one rank alone may bring.
         """
         self._watch_all()
         parameters = list(self._parameters.values())
         if not parameters:
             return
-        here = [self._here(name, parameter, first) for name, parameter in self._parameters.items()]
-        everywhere = maxima(torch.tensor(here, dtype=torch.uint8).to(parameters[0].device), self._group)
-        kinds, gradients = self._kinds_by_rank(everywhere.tolist()), []
-        for parameter, own_kind, highest in zip(parameters, here, kinds, strict=True):
+        here = [NEW if first and p.grad is not None else self._kind(p) for p in parameters]
+        kinds = maxima(torch.tensor(here, dtype=torch.uint8).to(parameters[0].device), self._group).tolist()
+        gradients = []
+        for parameter, highest in zip(parameters, kinds, strict=True):
             if highest == NEW:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                elif own_kind == ALIKE:
-                    self._leave_to_the_first(parameter)
                 gradients.append(parameter.grad)
-            if highest > TAKEN:
-                self._alike.add(parameter)
         self._average(gradients)
         self._any_taken = TAKEN in kinds  # on any rank: it may come back, and all ranks shall meet for it
         self._arrived = {p for p, own, most in zip(parameters, here, kinds, strict=True) if own == most == TAKEN}
-        self._left.clear()
-        self._reduced = {p: weakref.ref(p.grad) for p in self._alike if p.grad is not None}
+        self._left = {p: weakref.ref(p.grad) for p in parameters if p.grad is not None}
 
-    def _here(self, name: str, parameter: Tensor, first: bool) -> int:
-        gradient = parameter.grad
+    def _kind(self, parameter: Tensor) -> int:
+        gradient, left = parameter.grad, self._left.get(parameter)
         if gradient is None:
-            self._alike.discard(parameter)
-            return TAKEN if parameter in self._arrived else NONE
-        if parameter in self._arrived or parameter not in self._alike or (first and parameter in self._captured):
-            return NEW
-        if not first:
-            return REPLACED if self._is_replaced(parameter) else ALIKE
-        if self._any_may_bring_it:
-            return NEW
-        left, version = self._left.get(parameter, (lambda: gradient, gradient._version))
-        if left() is not gradient:
-            return NEW
-        if version != gradient._version and gradient.any():
-            raise RuntimeError(
-                f"the gradient of {name} is the one that the last step used, rewritten in place, and no backward pass "
-                "has run since: whether it is summed over ranks already is not known; give new gradients in new "
-                "tensors (parameter.grad = ...), or change them between reduce_gradients() and optimizer.step()"
-            )
-        return ALIKE
-
-    def _is_replaced(self, parameter: Tensor) -> bool:
-        left, gradient = self._reduced.get(parameter), parameter.grad
-        return left is not None and gradient is not None and left() is not gradient
-
-    def _kinds_by_rank(self, highest: list[int]) -> list[int]:
-        """Distinguish replaced gradients that are still equal on all ranks from new ones; RuntimeError: a sum of them
-        might add contributions twice. Collective if there are any."""
-        replaced = [number for number, one in enumerate(highest) if one == REPLACED]
-        if not replaced:
-            return highest
-        named = list(self._parameters.items())
-        gradients = [named[number][1].grad for number in replaced]
-        device = named[0][1].device
-        sums = bit_sums([torch.zeros(1, device=device) if one is None else one for one in gradients], device)
-        lowest, highest_sum = extremes(sums, self._group)
-        for number, low, high in zip(replaced, lowest.tolist(), highest_sum.tolist(), strict=True):
-            if low == high:
-                highest[number] = ALIKE
-                continue
-            if not self._any_may_bring_it:
-                raise RuntimeError(
-                    f"the gradient of {named[number][0]} was summed over ranks, and then replaced by other tensors "
-                    "that differ from rank to rank: what of them is summed already is not known; put gradients "
-                    "aside after balancer.reduce_gradients(), or clip_grad_norm_, not before"
-                )
-            highest[number] = NEW
-        return highest
-
-    def _leave_to_the_first(self, parameter: Tensor) -> None:
-        """Let one rank alone bring a gradient that all have alike."""
-        gradient = parameter.grad
-        if gradient is None or self._any_may_bring_it:
-            return
-        with torch.no_grad():
-            if dist.get_rank(self._group) != 0:
-                gradient.zero_()
-            elif self._divisor != 1:
-                gradient.mul_(self._divisor)
+            return TAKEN if parameter in self._arrived else OLD
+        return NEW if parameter in self._arrived or left is None or left() is not gradient else OLD
 
     def _watch_all(self) -> None:
         """Watch parameters that have joined since the last call, or are trained since."""
         for parameter in self._parameters.values():
-            self._watch(parameter)
-
-    def _watch(self, parameter: Tensor) -> None:
-        if parameter in self._watched or not parameter.requires_grad:
-            return
-        self._watched.add(parameter)
-        if parameter.grad is not None:
-            self._arrived.add(parameter)
-        if self._hooked_by_caller:
-            return
-        # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
-        parameter.register_hook(partial(self._hook, parameter))
+            if parameter in self._watched or not parameter.requires_grad:
+                continue
+            self._watched.add(parameter)
+            if parameter.grad is not None:
+                self._arrived.add(parameter)
+            if self._scale is None:
+                continue
+            if parameter.grad is not None and self._scale != 1:
+                parameter.grad.mul_(self._scale)
+            # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
+            parameter.register_hook(partial(self._hook, parameter, self._scale))
 
     @torch.compiler.disable
-    def _hook(self, parameter: Tensor, _: Tensor) -> None:
+    def _hook(self, parameter: Tensor, scale: float, gradient: Tensor) -> Tensor:
         self.arrives(parameter)
+        return gradient if scale == 1 else gradient * scale
 
     def _average(self, gradients: Sequence[Tensor]) -> None:
         for bucket in _buckets(gradients):
@@ -414,7 +324,7 @@ class Averaging:
                 flat = sum_in_rank_order(flat, self._group)
             else:
                 dist.all_reduce(flat, group=self._group)
-            flat.div_(self._divisor)
+            flat.div_(self._group.size())
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 

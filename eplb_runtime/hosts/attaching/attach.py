@@ -65,7 +65,7 @@ from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
 from .sharding import Before, cut_rows, install_parameter, make_buffers, make_parameters
 from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
-from .trial import TrialRun, begin_record, layout_of
+from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
@@ -94,7 +94,6 @@ def attach_stages(
     trial, given = take_trial(), config
     not_single = "" if trial is None else why_not_single(stages, ranks)
     if trial is not None:
-        begin_record(trial)
         config, ranks = layout_of(trial, config, ranks)
     single = trial is not None and trial.layout == "single"
     groups = join(stages, config, ranks, device)
@@ -314,8 +313,8 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
-    place, parts, divisor = job.row_rank, job.row_division, job.gradient_divisor
-    replicas = ReplicaSync(shards.banks, made.copies, place, divisor, nodes, parts, channels)
+    divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
+    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.row_division, channels)
     settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:

@@ -21,7 +21,8 @@ from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import StateOwner
 
 if TYPE_CHECKING:
-    from ...checkpoint.state import PretrainedFolders
+    from types import ModuleType
+
     from ...checkpoint.stream import Weight
 
 
@@ -150,7 +151,7 @@ class HostModel:
         remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
         save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
             experts.
-        folders: reads and writes the framework's own checkpoint folders; None: it has none.
+        folders: reads and writes the framework's own checkpoint folders, as `transformers.folders`; None: it has none.
         saves_itself: the framework saves and loads the attached model in logical order by its own means, called so;
             empty: `checkpoint` does it.
         ranks: who shares what and which stage this model is, where the framework knows; None: ``attach`` is given them.
@@ -174,7 +175,7 @@ class HostModel:
     watch_batches: Callable[[], Any] = lambda: RemovableHandle(OrderedDict())
     remake_buffers: Callable[[nn.Module], None] = lambda module: None
     save_together: Callable[[Balancer], None] = lambda balancer: None
-    folders: PretrainedFolders | None = None
+    folders: ModuleType | None = None
     saves_itself: str = ""
     ranks: Ranks | None = None
     optimizer: Callable[[Sequence[MoELayer], Any], AnyOptimizer] | None = None

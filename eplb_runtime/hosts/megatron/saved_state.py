@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor, nn
 
-from ...checkpoint.state import CheckpointError, TensorSpec
-from ...checkpoint.stream import Weight, as_named
+from ...checkpoint.state import CheckpointError, Stored, TensorSpec
+from ...checkpoint.stream import Weight
 from ...moe.experts.registry import MARK
 from ..attaching.description import MoELayer
 from ..attaching.state_hooks import BY_THE_FRAMEWORK, refusal
@@ -176,15 +176,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _alone(name: str, tensor: Tensor) -> Weight:
     shared = ".word_embeddings." in name or ".position_embeddings." in name  # the stages of MTP have them, too
-    return replace(as_named(name, tensor, None, TensorSpec(tuple(tensor.shape), tensor.dtype)), shared=shared)
+    made = {name: TensorSpec(tuple(tensor.shape), tensor.dtype)}
+    return Weight({name: tensor}, None, made, Stored((name,)), shared)
 
 
 def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -> Weight:
     """One kind of tensor of all experts of a layer; ``*`` in the name is an expert's number."""
     rows = tuple(layer.parameter(own) for own in names)
     spec = TensorSpec(tuple(rows[0].shape), rows[0].dtype)
-    named = [name.replace("*", str(expert)) for expert in range(layer.num_experts)]
-    return Weight((rows,), number, dict.fromkeys(named, spec), {name: name}, lambda values: {name: values[0]})
+    stored = Stored((name,), layer.num_experts)
+    made = {one: spec for expert in range(layer.num_experts) for one in stored.names_of(expert)}
+    return Weight({name: rows}, number, made, stored)
 
 
 def _global(model: Any, name: str) -> str:

@@ -8,7 +8,7 @@ in one pair of matrices: ``lora_A [E*r, in]`` and ``lora_B [out, r*E]``. Here th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.state import JointAccess, LogicalView, TensorSpec
+from ...checkpoint.state import JointAccess, LogicalView
 from ...checkpoint.stream import TensorList, as_named, brought
 from ..attaching.description import AttachError, MoELayer, refusing, spread_of
 
@@ -69,26 +69,23 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """An experts module with LoRA around it: the outermost wrapper, the module, its path, and LoRA of each matrix."""
+    """An experts module with LoRA around it: the module, its path within the outermost wrapper, and LoRA of each
+    matrix, the innermost first, as PEFT adds them."""
 
-    outer: nn.Module
     experts: nn.Module
     path: str
     low_rank: tuple[LowRank, ...]
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the adapters' tensors within ``outer``: each pair, in the order of ``low_rank``."""
+        """Names of the adapters' tensors within the outermost wrapper: each pair, in the order of ``low_rank``."""
         return tuple(name for one in self.low_rank for name in one.names)
 
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """How PEFT's tensors are seen as ``[E, ...]``."""
-        experts = int(self.experts.num_experts)  # type: ignore[arg-type]
-        views: dict[str, Callable[[Tensor], Tensor]] = {}
-        for one in self.low_rank:
-            a, b = one.names
-            views[a], views[b] = partial(a_by_expert, experts), partial(b_by_expert, experts)
-        return views
+        experts: Any = self.experts.num_experts
+        ways = [partial(way, experts) for way in (a_by_expert, b_by_expert)]
+        return dict(zip(self.parameters, ways * len(self.low_rank), strict=True))
 
 
 def a_by_expert(experts: int, matrix: Tensor) -> Tensor:
@@ -116,21 +113,28 @@ def b_of_peft(stack: Tensor) -> Tensor:
 
 def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
     """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
-    inside: set[int] = set()
-    saver = peft_model(model)
-    for name, module in model.named_modules():
-        if id(module) in inside or not isinstance(getattr(module, "base_layer", None), nn.Module):
+    seen: set[int] = set()
+    for name, outer in model.named_modules():
+        wrappers, experts, path = [], outer, ""
+        while isinstance(inner := getattr(experts, "base_layer", None), nn.Module):
+            wrappers.append((path, experts))
+            experts, path = inner, f"{path}base_layer."
+        if not wrappers or id(experts) in seen or not is_experts(experts):
             continue
-        wrappers, innermost, path = _wrappers(module)
-        inside.update(id(wrapper) for _, wrapper in wrappers)
-        if is_experts(innermost):
-            described = _described(name, wrappers, innermost, path)
-            if saver is None or not name.startswith(saver[0]):
-                raise AttachError(
-                    f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
-                    "get_peft_model and attach what it gives"
-                )
-            yield name, described
+        seen.add(id(experts))  # the wrappers inside come later
+        if spread_of(experts) is not None:
+            raise AttachError(
+                f"{name} ({type(outer).__name__}) was put around experts that shard_experts had cut: get_peft_model "
+                "first, then shard_experts"
+            )
+        low_rank = tuple(_low_rank(name, at, wrapper, experts) for at, wrapper in reversed(wrappers))
+        saver = peft_model(model)
+        if saver is None or not name.startswith(saver[0]):
+            raise AttachError(
+                f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
+                "get_peft_model and attach what it gives"
+            )
+        yield name, AdaptedExperts(experts, path, low_rank)
 
 
 def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
@@ -142,39 +146,15 @@ def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def _wrappers(outer: nn.Module) -> tuple[list[tuple[str, nn.Module]], nn.Module, str]:
-    """The wrappers from the outermost on, each with its path within that; what is wrapped, and its path."""
-    wrappers, module, path = [], outer, ""
-    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
-        wrappers.append((path, module))
-        module, path = inner, f"{path}base_layer."
-    return wrappers, module, path
-
-
-def _described(name: str, wrappers: Sequence[tuple[str, nn.Module]], experts: nn.Module, path: str) -> AdaptedExperts:
-    library = sys.modules.get("peft.tuners.lora.layer")
-    of_peft = () if library is None else getattr(library, "ParamWrapper", ())
-    outer = wrappers[0][1]
-    if spread_of(experts) is not None:
-        raise AttachError(
-            f"{name} ({type(outer).__name__}) was put around experts that shard_experts had cut: get_peft_model first, "
-            "then shard_experts"
-        )
-    low_rank = []
-    for inner_path, wrapper in wrappers:
-        if not isinstance(wrapper, of_peft):
-            raise AttachError(
-                f"{name} has a {type(wrapper).__name__} around the experts, and of adapters on expert matrices only "
-                "PEFT's LoRA (LoraConfig(target_parameters=...)) is known here by expert: use that, target other "
-                "modules, or keep adapters [E, ...] as parameters of the experts module"
-            )
-        low_rank.append(_low_rank(name, inner_path, wrapper, experts))
-    # The innermost wrapper first, as PEFT adds them.
-    return AdaptedExperts(outer, experts, path, tuple(reversed(low_rank)))
-
-
 def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank:
     """One wrapper, if its adapter can be split by expert and gives what PEFT gives."""
+    of_peft: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+    if not isinstance(wrapper, of_peft):
+        raise AttachError(
+            f"{name} has a {type(wrapper).__name__} around the experts, and of adapters on expert matrices only PEFT's "
+            "LoRA (LoraConfig(target_parameters=...)) is known here by expert: use that, target other modules, or keep "
+            "adapters [E, ...] as parameters of the experts module"
+        )
     where = f"{name}: LoRA on {wrapper.parameter_name}"
     if len(wrapper.lora_A) != 1:
         raise AttachError(
@@ -208,52 +188,50 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     """Let PEFT save and load adapters of experts that are spread; refuse what would be wrong without a word."""
+    of_peft: dict[str, Callable[[Tensor], Tensor]] = {}
     for layer, adapted in layers:
+        views = adapted.by_expert()
+        late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
         for one in adapted.low_rank:
-            _load_by_expert(model, layer, adapted, one)
-            late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
             object.__setattr__(one.wrapper, "update_layer", refusing(late))
+            for name, linear, back in zip(one.names, one.linears, (a_of_peft, b_of_peft), strict=True):
+                full = f"{layer.name}.{name}"
+                of_peft[full] = back
+                linear._register_load_state_dict_pre_hook(partial(_take_own, model, full, views[name]))
+    on_experts = {one.adapter for _, adapted in layers for one in adapted.low_rank}
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
             for name in ("_unload_and_optionally_merge", "merge_adapter"):
                 object.__setattr__(module, name, refusing(MERGE))
-            object.__setattr__(module, "delete_adapter", refusing(_DELETE))
-    _save_together(model, layers)
+            object.__setattr__(module, "delete_adapter", partial(_delete, module.delete_adapter, on_experts))
+    _save_together(model, of_peft)
 
 
-def _load_by_expert(model: nn.Module, layer: MoELayer, adapted: AdaptedExperts, one: LowRank) -> None:
-    """Take PEFT's layout where its tensors are loaded: this rank's experts of them."""
-    views = adapted.by_expert()
-    for name, linear in zip(one.names, one.linears, strict=True):
-        rank = one.wrapper.r[one.adapter]
-
-        def loading(state: dict[str, Any], prefix: str, *_: Any, name: str = name, rank: int = rank) -> None:
-            whole = state.get(f"{prefix}weight")
-            if not isinstance(whole, Tensor) or whole.ndim != 2:
-                return
-            view = LogicalView(model)
-            index = view.layer_of(f"{layer.name}.{name}")
-            rows = whole.shape[1 if name == one.names[1] else 0]
-            if index is None or rows != layer.num_experts * rank:
-                return  # torch says that shapes differ
-            here = torch.tensor(view.experts_here(index), device=whole.device)
-            state[f"{prefix}weight"] = views[name](whole)[here].contiguous()
-
-        linear._register_load_state_dict_pre_hook(loading)
+def _delete(own: Any, on_experts: Collection[str], adapter_name: str) -> None:
+    if adapter_name in on_experts:
+        raise AttachError(_DELETE)
+    own(adapter_name)
 
 
-def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
+def _take_own(
+    model: nn.Module, name: str, by_expert: Callable[[Tensor], Tensor], state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Take this rank's experts of an adapter's tensor where it is loaded in PEFT's layout."""
+    view, whole = LogicalView(model), state.get(f"{prefix}weight")
+    index = view.layer_of(name)
+    if index is None or not isinstance(whole, Tensor) or whole.ndim != 2:
+        return
+    if whole.numel() == view.num_experts * view.parameters[name][0].numel():  # else torch says that shapes differ
+        here = torch.tensor(view.experts_here(index), device=whole.device)
+        state[f"{prefix}weight"] = by_expert(whole)[here].contiguous()
+
+
+def _save_together(model: nn.Module, of_peft: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
     load: Any = saver.load_adapter
     own: Any = saver.save_pretrained
-    of_peft = {
-        f"{layer.name}.{name}": back
-        for layer, adapted in layers
-        for one in adapted.low_rank
-        for name, back in zip(one.names, (a_of_peft, b_of_peft), strict=True)
-    }
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
         """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
@@ -264,10 +242,14 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
         state = detached_state(saver.state_dict)
-        for name, stack in _brought(view, list(of_peft), joint.ranks[0]).items():
+        assert view.balancer is not None
+        failed = f"{save_directory} was not written"
+        weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in of_peft]
+        tensors = TensorList(view.balancer, {view.balancer.runtime.job.stages[0]: weights}, live=True)
+        for name, stack in brought(tensors, joint, failed):
             state[name.removeprefix(prefix)] = of_peft[name](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        joint.on_first(f"{save_directory} was not written", write)
+        joint.on_first(failed, write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
         """Load as the library does, into the parameters that are there."""
@@ -281,18 +263,6 @@ def _save_together(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExp
 
     object.__setattr__(saver, "save_pretrained", save_pretrained)
     object.__setattr__(saver, "load_adapter", load_adapter)
-
-
-def _brought(view: LogicalView, names: Sequence[str], rank: int) -> dict[str, Tensor]:
-    """``[E, ...]`` in logical order on the CPU of one rank; on the others nothing. Collective."""
-    assert view.balancer is not None
-    weights = []
-    for name in names:
-        rows = view.parameters[name]
-        spec = TensorSpec((view.num_experts, *rows.shape[1:]), rows.dtype)
-        weights.append(as_named(name, rows, view.layer_of(name), spec))
-    tensors = TensorList(view.balancer, {view.balancer.runtime.job.stages[0]: weights})
-    return dict(brought(tensors, [rank] * len(tensors.pieces)))
 
 
 def detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:

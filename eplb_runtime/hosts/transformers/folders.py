@@ -1,40 +1,29 @@
-"""Hugging Face folders of an attached model, as `checkpoint.state.PretrainedFolders`: names, writing and reading, each
-rank its own experts and no others, a piece at a time.
+"""Hugging Face folders of an attached model: names, writing and reading, each rank its own experts and no others, a
+piece at a time. `checkpoint` calls `names`, `describe`, `write` and `opened`.
 
 Names are the library's business. It turns a whole state dict into the folder's names and shapes, all at once
 (`revert_weight_conversion`); here it is asked with tensors on the meta device, which have no memory, to learn which
-tensor becomes what. Folders that name each expert (``mlp.experts.3.gate_proj.weight``) or differ otherwise are read
-through its own conversion mapping, with one expert in the place of all. Nothing is known of any model family.
+tensor becomes what. Folders are read by the names that it would write. Nothing is known of any model family.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.serialization._base import parse_size_to_int
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ...checkpoint.disk import remove_own, write_tensors
+from ...checkpoint.disk import TensorFiles, remove_own, tensors_in, write_tensors
 from ...checkpoint.state import CheckpointError, Entry, JointAccess, LogicalView, Saved, Stored, TensorSpec, why_merged
 from ...checkpoint.stream import TensorList, Weight, brought, weights_of
 from ...distributed.ranks import Job
@@ -76,34 +65,30 @@ def _folder_weights(view: LogicalView, as_in_model: bool = False) -> list[Weight
     made = _specs(by_library)
     name_of = {id(tensor): name for name, tensor in whole.items()}
     renamed = {name_of[id(tensor)]: key for key, tensor in by_library.items() if id(tensor) in name_of}
-    found, joined = [], []
+    found: list[Weight] = []
+    joined: dict[str, Tensor] = {}
+    tried: dict[Any, bool] = {}
     for name, entry in entries.items():
+        experts = view.num_experts if entry.layer is not None else 0
         if name in renamed:
-            key, spread = renamed[name], entry.layer is not None
-            rename = partial(_change, (name if spread else key,), dict)
-            rows = {name: key} if spread else None
-            spec = {key: made[key]}
-            found.append(Weight((entry.tensor,), entry.layer, spec, rows, rename, names=(name,), keeps_values=True))
+            key = renamed[name]
+            found.append(Weight({name: entry.tensor}, entry.layer, {key: made[key]}, Stored((key,), experts)))
             continue
         alone = _specs(convert({name: whole[name]}))
         if any(made.get(key) != spec for key, spec in alone.items()):
-            joined.append(name)
+            joined[name] = entry.tensor
             continue
-        by_expert = _by_expert(name, whole[name], alone, convert) if entry.layer is not None else None
-        change = partial(_change, (name,), convert)
-        found.append(Weight((entry.tensor,), entry.layer, alone, by_expert, change, names=(name,)))
+        by = _cut_by(name, whole[name], alone, experts, convert, tried) or convert
+        found.append(Weight({name: entry.tensor}, entry.layer, alone, by))
     if joined:
-        sources = tuple(entries[name].tensor for name in joined)
         specs = _specs(convert({name: whole[name] for name in joined}))
-        change, layer = partial(_change, tuple(joined), convert), entries[joined[0]].layer
-        found.append(Weight(sources, layer, specs, None, change, names=tuple(joined)))
+        found.append(Weight(joined, entries[next(iter(joined))].layer, specs, convert))
     together = {key: spec for weight in found for key, spec in weight.made.items()}
     if together != made or sum(len(weight.made) for weight in found) != len(made):
         odd = sorted(set(made) ^ set(together)) or sorted(made)
         raise CheckpointError(
             f"the library's conversion of this model cannot be done a tensor at a time ({odd[0]}): use checkpoint.save"
         )
-    _check_experts(found, whole, convert)
     return found
 
 
@@ -125,25 +110,40 @@ def _by_library(model: nn.Module, as_in_model: bool, state: State) -> State:
     return state if as_in_model else revert_weight_conversion(model, state)  # type: ignore[arg-type]
 
 
-def _change(names: Sequence[str], convert: Convert, values: Sequence[Tensor]) -> Mapping[str, Tensor]:
-    return convert(dict(zip(names, values, strict=True)))
-
-
 def _specs(state: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     return {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
 
 
-def _by_expert(name: str, stack: Tensor, made: Mapping[str, TensorSpec], convert: Convert) -> Mapping[str, str] | None:
-    """Where each expert of a stack goes: to tensors with its number in their names, or to rows; None: neither."""
-    experts, one = stack.shape[0], _specs(convert({name: stack[:1]}))
-    if one.keys() == made.keys():
-        rows = all(
-            spec.shape[:1] == (1,) and made[key] == TensorSpec((experts, *spec.shape[1:]), spec.dtype)
-            for key, spec in one.items()
-        )
-        return {key: key for key in one} if rows else None
-    numbered = {key: _numbered(key, experts, spec, made) for key, spec in one.items()}
-    return numbered if len(made) == experts * len(one) and all(numbered.values()) else None
+def _cut_by(
+    name: str, whole: Tensor, made: Mapping[str, TensorSpec], experts: int, convert: Convert, tried: dict[Any, bool]
+) -> Stored | None:
+    """Return how a conversion cuts a tensor, or each expert of a stack, into parts; None: it does something else.
+    ``tried``: what the same parameter of another layer has shown."""
+    one = whole[0] if experts else whole
+    parts = _specs(convert({name: whole[:1] if experts else whole}))
+    names = tuple(_numbered(key, experts, spec, made) if experts else key for key, spec in parts.items())
+    if not all(names) or len(made) != max(1, experts) * len(parts):
+        return None
+    for dim, length in enumerate(one.shape):
+        sizes = tuple(spec.shape[dim] if len(spec.shape) == one.ndim else 0 for spec in parts.values())
+        stored = Stored(names, experts, sizes if len(sizes) > 1 else (), dim)
+        kind = re.sub(r"\d+", "*", name), one.shape, sizes, dim
+        if sum(sizes) == length and kind not in tried:
+            tried[kind] = all(_keeps_places(name, one, axis, stored, convert) for axis in range(one.ndim))
+        if tried.get(kind):
+            return stored
+    return None
+
+
+def _keeps_places(name: str, one: Tensor, axis: int, stored: Stored, convert: Convert) -> bool:
+    """Return whether a conversion leaves each element where a cut leaves it, along one axis; tried with two experts."""
+    few = min(2, stored.experts) or 1
+    # Each element says of which expert it is and where, without memory for all of them.
+    places = torch.arange(few * one.shape[axis], dtype=torch.int32)
+    places = places.view(few, *[1] * axis, -1, *[1] * (one.ndim - axis - 1)).expand(few, *one.shape)
+    made = convert({name: places if stored.experts else places[0]})
+    wanted = {key: part for expert in range(few) for key, part in stored.cut(places[expert], expert)}
+    return made.keys() == wanted.keys() and all(torch.equal(made[key], part) for key, part in wanted.items())
 
 
 def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, TensorSpec]) -> str:
@@ -153,23 +153,6 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
         if all(made.get(name.replace("*", str(number))) == spec for number in range(count)):
             return name
     return ""
-
-
-def _check_experts(found: Iterable[Weight], whole: Mapping[str, Tensor], convert: Convert) -> None:
-    """Two experts of nothing but 0 and 1 must arrive under these numbers; once for each parameter of a layer."""
-    seen = set()
-    for weight in found:
-        name = weight.names[0]
-        kind, row = name.rpartition(".")[2], whole[name].shape[1:]
-        if weight.by_expert is None or weight.keeps_values or kind in seen or len(whole[name]) < 2:
-            continue
-        seen.add(kind)
-        numbers = torch.arange(2, dtype=torch.uint8).view(2, *(1 for _ in row)).expand(2, *row)
-        made = convert({name: numbers})
-        for expert in range(2):
-            for _, key, at in weight.places_of(expert):
-                if key not in made or not bool((made[key] if at is None else made[key][at]).eq(expert).all()):
-                    raise CheckpointError(f"the library's conversion of {name} mixes experts: use checkpoint.save")
 
 
 # -- folders of `checkpoint.save`, that the library reads too ----------------------------------------------------------
@@ -186,48 +169,8 @@ def names(view: LogicalView) -> dict[str, Stored]:
         listed = _folder_weights(view)
     except CheckpointError:
         return {}
-    found: dict[str, Stored] = {}
-    cuts: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int] | None] = {}
-    for weight in listed:
-        name, spread = weight.names[0], weight.layer is not None
-        keys = tuple(weight.made) if weight.by_expert is None else tuple(weight.by_expert.values())
-        if len(weight.names) > 1 or (spread and not all("*" in one for one in keys)):
-            continue
-        if weight.keeps_values:
-            found[name] = Stored(keys)
-            continue
-        parameter = view.parameters[name]
-        kind = name.rpartition(".")[2], tuple(parameter.shape)[int(spread) :]
-        if kind not in cuts:
-            cuts[kind] = _cut_by(partial(_parts, weight, spread), kind[1])
-        cut = cuts[kind]
-        if cut is not None and len(keys) == max(1, len(cut[0])):
-            found[name] = Stored(keys, view.num_experts if spread else 0, *cut)
-    return found
-
-
-def _parts(weight: Weight, spread: bool, value: Tensor) -> list[Tensor]:
-    return list(weight.convert([value.unsqueeze(0) if spread else value]).values())
-
-
-def _cut_by(
-    convert: Callable[[Tensor], Sequence[Tensor]], shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], int] | None:
-    """Return sizes and dimension of the parts, in order, that a conversion makes of a tensor; None: it is no cut."""
-    # Each element says where it is along one dimension, without memory for all of them.
-    places = [
-        torch.arange(length, dtype=torch.int32).view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
-        for dim, length in enumerate(shape)
-    ]
-    made = [convert(each) for each in places]
-    for dim in range(len(shape)):
-        sizes = tuple(part.shape[dim] if part.ndim == len(shape) else 0 for part in made[dim])
-        if sum(sizes) == shape[dim] and all(
-            all(torch.equal(part, own) for part, own in zip(parts, each.split(list(sizes), dim), strict=True))
-            for parts, each in zip(made, places, strict=True)
-        ):
-            return (sizes if len(sizes) > 1 else ()), dim
-    return None
+    found = {name: weight.by for weight in listed for name in weight.sources if isinstance(weight.by, Stored)}
+    return {name: how for name, how in found.items() if not how.experts or all("*" in part for part in how.names)}
 
 
 def describe(view: LogicalView, folder: Path) -> None:
@@ -256,11 +199,10 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     size = options.pop("max_shard_size", "5GB")
     shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
     listed = _folder_weights(view, as_in_model=not options.pop("save_original_format", True))
-    tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: listed})
+    tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: listed}, live=True)
     joint, failed = JointAccess.of(view), f"{folder} was not exported"
     token = joint.new_token()
-    to = [joint.ranks[0]] * len(tensors.pieces)
-    parts = (("model", name, value.cpu()) for name, value in brought(tensors, to))
+    parts = (("model", name, value.cpu()) for name, value in brought(tensors, joint, failed))
     try:
         files = joint.together(failed, lambda: write_tensors(folder, joint.number, token, parts, shard_bytes))
         joint.on_first(failed, lambda: _finish(view, tensors, files, folder, options))
@@ -311,125 +253,47 @@ def _finish(
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Target:
-    """A parameter to be, the transform that makes it, and where its parts are: ``{source pattern: [(key, slice)]}``."""
-
-    transform: WeightTransform
-    sources: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
-
-
-class PretrainedFolder(Saved):
-    """A folder that ``from_pretrained`` reads (safetensors); experts are read and converted one at a time."""
-
-    def __init__(self, view: LogicalView, folder: Path) -> None:
-        self.name, self._view = str(folder), view
-        live = {entry.name: entry for entry in view.entries("model")}
-        self._targets = _targets(view.model, _slices(_files(folder)), live)
-        self._target_of: dict[str, tuple[str, str, bool]] = {}
-        self._last: tuple[Any, Mapping[str, Tensor]] = (None, {})
-        self.tensors: dict[str, TensorSpec] = {}
-        keys_of: dict[int, list[str]] = {}  # tied tensors have several
-        for entry in live.values():
-            keys_of.setdefault(id(entry.tensor), []).append(entry.key)
-        for name in self._targets:
-            spread = live[name].layer is not None
-            for made, value in self._converted(name, 0 if spread else None, _described).items():
-                if made not in live:
-                    raise CheckpointError(f"{folder}: {made} has no place in the model")
-                shape = (view.num_experts * value.shape[0], *value.shape[1:]) if spread else tuple(value.shape)
-                for key in keys_of[id(live[made].tensor)]:
-                    self._target_of[key], self.tensors[key] = (name, made, spread), TensorSpec(shape, value.dtype)
-        if missing := sorted(entry.name for entry in live.values() if entry.key not in self.tensors):
-            raise CheckpointError(f"{folder} lacks {missing[0]} ({len(missing)} such weights)")
-
-    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """`Saved.read_block`, of one expert at most."""
-        name, made, spread = self._target_of[key]
-        expert = offsets[0] if spread else None
-        if self._last[0] != (name, expert):
-            self._last = (None, {})
-            self._last = (name, expert), self._converted(name, expert, lambda part: part)
-        begin = offsets if expert is None else (0, *offsets[1:])
-        value = self._last[1][made]
-        block.copy_(value[tuple(slice(at, at + size) for at, size in zip(begin, block.shape, strict=True))])
-
-    def _converted(self, name: str, expert: int | None, read: Callable[[Any], Any]) -> dict[str, Tensor]:
-        """What the library makes of all sources of a parameter, or of one expert's part ``[1, ...]`` of each."""
-        target, model = self._targets[name], self._view.model
-        transform = deepcopy(target.transform)
-        for pattern, found in target.sources.items():
-            if expert is None:
-                tensors = [read(part)[:] for _, part in found]
-            else:
-                tensors = [_of_expert(self._view, pattern, found, expert, read)]
-            for tensor in tensors:
-                transform.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]
-        made = transform.convert(name, model=model, config=model.config)  # type: ignore[attr-defined]
-        return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+def opened(view: LogicalView, folder: Path) -> Saved:
+    """Open a folder that ``from_pretrained`` reads (safetensors), whose tensors are the model's, renamed or cut."""
+    if not isinstance(view.model, PreTrainedModel):
+        raise CheckpointError(f"{type(view.model).__name__} has no folders of the library: use checkpoint.load")
+    files = tensors_in(folder, _files(folder), "model")
+    listed = {name: weight.by for weight in _folder_weights(view) for name in weight.sources}
+    by_tensor: dict[int, list[Entry]] = {}  # tied tensors have several names, of which a folder has one
+    for entry in view.entries("model"):
+        by_tensor.setdefault(id(entry.tensor), []).append(entry)
+    layout: dict[str, Stored] = {}
+    missing: list[str] = []
+    for entries in by_tensor.values():
+        ways = [_as_stored(entry.name, listed.get(entry.name), folder) for entry in entries]
+        ways += [Stored((entry.name,)) for entry in entries]
+        how = next((way for way in ways if all(("model", name) in files for name in way.names_of(0))), None)
+        if how is None:
+            missing.append(entries[0].name)
+        elif how.experts and any(("model", name) in files for name in how.names_of(how.experts)):
+            raise CheckpointError(f"{folder} has more than {how.experts} experts in {entries[0].name}")
+        else:
+            layout |= dict.fromkeys((entry.key for entry in entries), how)
+    if missing:
+        raise CheckpointError(f"{folder} lacks {min(missing)} ({len(missing)} such weights)")
+    return TensorFiles(str(folder), files, layout)
 
 
-opened = PretrainedFolder
+def _as_stored(name: str, by: Any, folder: Path) -> Stored:
+    """How a folder has a tensor, experts under numbers, or stacked in one tensor."""
+    if isinstance(by, Stored):
+        return by if not by.experts or all("*" in part for part in by.names) else Stored(by.names)
+    if by is not None:
+        raise CheckpointError(
+            f"{folder}: the library does more to {name} than rename and cut it: load the model with from_pretrained "
+            "before attach"
+        )
+    return Stored((name,))
 
 
-def _described(part: Any) -> Tensor:
-    """In place of a slice of a file that is not read: shapes only."""
-    return torch.empty(part.get_shape(), device="meta")
-
-
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[str]:
     if (folder / _INDEX).exists():
-        return [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
+        return sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
     if (folder / _ONE_FILE).exists():
-        return [folder / _ONE_FILE]
+        return [_ONE_FILE]
     raise CheckpointError(f"{folder} has no {_ONE_FILE} and no {_INDEX}")
-
-
-def _slices(files: Iterable[Path]) -> list[tuple[str, Any]]:
-    """``(key, slice)`` of all files, in natural order, nothing read yet."""
-    found: list[tuple[str, Any]] = []
-    for file in files:
-        try:
-            content: Any = safe_open(file, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-        found.extend((key, content.get_slice(key)) for key in content.keys())  # noqa: SIM118
-    return sorted(found, key=lambda item: dot_natural_key(item[0]))
-
-
-def _targets(model: nn.Module, slices: Iterable[tuple[str, Any]], live: Mapping[str, Entry]) -> dict[str, _Target]:
-    """Which parameter each key goes to, by the library's rules (as in its convert_and_load_state_dict_in_model)."""
-    mapping: list[WeightTransform] = get_model_conversion_mapping(model)  # type: ignore[arg-type]
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix: str = model.base_model_prefix  # type: ignore[assignment]
-    tensors = {name: entry.tensor for name, entry in live.items()}
-    targets: dict[str, _Target] = {}
-    for key, part in slices:
-        name, pattern = rename_source_key(key, renamings, converters, prefix, tensors)
-        if name not in tensors and key in tensors:
-            name, pattern = rename_source_key(key, [], [], prefix, tensors)
-        if name not in tensors:
-            continue  # as from_pretrained does: weights that this model has no use for
-        made_by: WeightTransform = by_pattern[pattern] if pattern is not None else WeightRenaming(key, name)
-        target = targets.setdefault(name, _Target(made_by))
-        target.sources.setdefault(pattern if pattern is not None else key, []).append((key, part))
-    return targets
-
-
-def _of_expert(
-    view: LogicalView, pattern: str, found: list[tuple[str, Any]], expert: int, read: Callable[[Any], Any]
-) -> Tensor:
-    """One expert's part of a source, which has a tensor for each expert, or one for all with experts as its rows."""
-    if len(found) == view.num_experts and "*" in pattern:
-        one: Tensor = read(found[expert][1])[:]
-        return one
-    key, part = found[0]
-    if len(found) == 1 and list(part.get_shape())[:1] == [view.num_experts]:
-        row: Tensor = read(part)[expert : expert + 1]
-        return row
-    raise CheckpointError(
-        f"{key} belongs to experts but is neither one tensor for each of the {view.num_experts} nor one for all with "
-        "them in its first dimension: load the model with from_pretrained before attach"
-    )

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eplb_runtime.balancer import planner_process
 from eplb_runtime.balancer.planner_process import PlannerLost, PlannerProcess
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, plan
@@ -115,8 +114,6 @@ def test_no_process_thread_or_descriptor_is_left_by_many() -> None:
         children.append(process.process.pid if process.process is not None else 0)
         process.close()
     assert held() == before
-    (last,) = planner_process._compiling
-    assert last.wait(300) == 0, "it has compiled for the next job"
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 

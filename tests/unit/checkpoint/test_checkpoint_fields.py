@@ -153,6 +153,8 @@ def test_a_folder_keeps_all_of_them(format: str, tmp_path: Path, caplog: pytest.
     assert f"checkpoint loaded from {tmp_path / 'at'}" in caplog.messages
     assert same(eplb.logical_state_dict(model, optimizers), eplb.logical_state_dict(fresh, fresh_optimizers))
     assert fresh_optimizers[0].param_groups[0]["lr"] == 0.1
+    eplb.checkpoint.load(tmp_path / "at", fresh, fresh_optimizers[0])
+    assert any(line.startswith("give the optimizer of 1.bias and 1 more, too") for line in caplog.messages)
 
 
 def test_what_fits_no_optimizer_is_refused_in_one_line() -> None:

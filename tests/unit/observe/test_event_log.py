@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.observed import CONFIG, RANKS, TOPOLOGY, decisions, job, records, start, troubles
 
+from eplb_runtime import events
 from eplb_runtime.cli import main
 from eplb_runtime.events import Event, EventLog, LoadMeasured, RebalancePlanned, Suspended, SuspensionEnded
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe import start as observer_module
 from eplb_runtime.observe.events_file import NAME, LineFile, Record, holds_events, read_events, record_of, to_json
 from eplb_runtime.observe.metrics import scalars_of, summary_of, summary_text
 from eplb_runtime.observe.page import report_of, view_of
@@ -112,7 +112,7 @@ def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
 
 def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One that hangs costs events, one that fails is told of once, and the others get all."""
-    monkeypatch.setattr(observer_module, "MOST_WAITING", 4)
+    monkeypatch.setattr(events, "MOST_WAITING", 4)
     observer = Shown(CONFIG, TOPOLOGY, start(), RANKS, lambda: Progress(17, 0.25, 1.0))
     log, go_on = EventLog(), threading.Event()
     got: list[Record] = []
@@ -126,15 +126,16 @@ def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, capl
 
     begun = threading.Event()
     observer.sinks |= {"the one that fails": fails, "the one that hangs": hangs, "the one that works": got.append}
-    log.called_at_once.append(observer.hear)
+    observer.follow(log)
     log.emit(troubles(1)[0])
     assert begun.wait(30)
     for step in range(10):
         log.emit(troubles(step)[1])
-    assert observer.left_out > 0 and not go_on.is_set()
+    assert log.left_out > 0 and not go_on.is_set()
     go_on.set()
+    log.close()
     observer.close()
-    assert len(got) + observer.left_out == 11
+    assert len(got) + log.left_out == 11
     assert caplog.text.count("the one that fails") == 1
     log.emit(troubles(1)[0])  # after the end nobody hears
 

@@ -15,10 +15,8 @@ import pytest
 from support.training import config_from_settings
 
 from eplb_runtime.config import BalancerConfig, Trial
-from eplb_runtime.hosts.attaching.trial import descendants, without_replicas
-from eplb_runtime.tools import doctor
-from eplb_runtime.tools.verification import Report, runs
-from eplb_runtime.tools.verification.records import Closeness
+from eplb_runtime.hosts.attaching.trial import without_replicas
+from eplb_runtime.tools import doctor, verification
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "launch" / "gpu_check.py"
@@ -120,29 +118,29 @@ def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_agai
 ) -> None:
     asked: list[Trial] = []
 
-    def run(command: object, trial: Trial, title: str) -> runs.Run:
+    def run(command: object, trial: Trial, title: str) -> verification.Run:
         asked.append(trial)
         for step in range(3):
             (Path(trial.folder) / f"step-{step:05d}.jsonl").write_text("[[0]]")
         meta = {"commits": 0, "unregistered": []}
         (Path(trial.folder) / "meta.json").write_text(json.dumps(meta))
-        return replace(runs.Run.of(Path(trial.folder)), failure=failure)
+        return replace(verification.Run.of(Path(trial.folder)), failure=failure)
 
-    monkeypatch.setattr(runs, "_run", run)
-    report = runs.verify_command(["train"], steps=12)
+    monkeypatch.setattr(verification, "_run", run)
+    report = verification.verify_command(["train"], steps=12)
     assert [trial.steps for trial in asked] == ([12] if failure else [12, 2])
     assert report.verdict == "unknown" and (failure or "no expert moved in 2 steps") in report.reason
 
 
 def test_a_job_is_ended_whether_it_listens_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_END_SECONDS", 0.1)
-    others = set(descendants())
+    monkeypatch.setattr(verification, "_END_SECONDS", 0.1)
+    others = set(verification.descendants())
     job = subprocess.Popen(["sh", "-c", "trap '' TERM; setsid sleep 600 & wait; wait"], start_new_session=True)
-    runs.end(job, others)
-    assert job.returncode is not None and not set(descendants()) - others
+    verification.end(job, others)
+    assert job.returncode is not None and not set(verification.descendants()) - others
 
 
 def test_a_report_is_valid_json_whatever_its_numbers_are() -> None:
-    report = Report("wrong", single=Closeness(False, float("inf"), "a", 1, 1)).to_dict()
+    report = verification.Report("wrong", single={"worst": float("inf")}).to_dict()
     assert report["single"]["worst"] is None
     assert json.loads(json.dumps(report, allow_nan=False)) == report

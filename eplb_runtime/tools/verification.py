@@ -1,0 +1,541 @@
+"""Proves that a job trains the same wherever its experts are: runs a few steps of it in several layouts, and compares
+what `hosts.attaching.trial` has put on record, to the bit or to rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..config import BalancerConfig, Trial, launcher_environment, set_trial
+from ..hosts import attach
+from ..hosts.attaching.trial import KINDS
+
+__all__ = ["Report", "verify", "verify_command"]
+
+SEED = 20250710
+LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
+_NAMES = {"single": "all experts on each rank", "replicas": "moved homes and replicas"}
+_PENALTY = ": what a rank does with its experts is not plain training (a penalty, scale, mask, norm by hand, `run`?)"
+_KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
+_HELD = "{holder} may hold experts, shape {shape}: balancer.register_all(name, it), or let go of it after each step"
+LEAST_ALLOWED, ROUNDINGS = 1e-3, 32.0
+"""By how much of itself a gradient may differ in the first step, n times as much in step n: rounding in float32 comes
+to far less, and in a coarser format to this many of its rounding errors."""
+OF_TYPICAL = 0.1
+"""Share of the model's typical gradient that a smaller one is measured by: it may be zero but for rounding."""
+SPREAD, FEW = 0.05, 8
+"""A share of tokens and their number that rounding may send to other experts where it first sends any."""
+EXACT, TINY, _LEAST = 0.01, 1e-5, 1e-300
+"""Relative distances up to which a factor is a number, and a difference of bits looks like one of rounding; the last
+stands for 0 below a fraction."""
+SHARES = (
+    "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
+    "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
+)
+Key = tuple[str, int]  # the name of a tensor, and the logical expert; -1: it is no expert's
+Sums = NDArray[np.float64]
+Verdict = Literal["right", "wrong", "unknown"]
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One tensor, or an expert's part of it, on the ranks that have it; ``sums`` is float64 ``[N, 1 + SKETCHES]``."""
+
+    kind: str
+    numel: int
+    ranks: tuple[int, ...]
+    digests: tuple[int, ...]
+    sums: Sums
+
+    def same_bits(self, other: Cell) -> bool:
+        if self.kind == "range":  # in another slot ranks have other parts of an expert
+            return sum(self.digests) % 2**64 == sum(other.digests) % 2**64
+        return set(self.digests) == set(other.digests) if self.kind == "number" else self.digests == other.digests
+
+    @property
+    def norm(self) -> float:
+        return float(np.sqrt(self.sums[0, 0]))
+
+
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """State after a step (0: at ``attach``), causes first, and counts of tokens."""
+
+    cells: Mapping[Key, Cell]
+    counts: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run of the job; ``failure`` says how it ended, where that was not well."""
+
+    folder: Path
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+    @classmethod
+    def of(cls, folder: Path) -> Run:
+        path = folder / "meta.json"
+        return cls(folder, json.loads(path.read_text()) if path.exists() else {})
+
+    @property
+    def length(self) -> int:
+        """Steps on record; -1: not even ``attach``."""
+        return len(list(self.folder.glob("step-*.jsonl"))) - 1
+
+    def step(self, number: int) -> StepRecord:
+        """Return what is on record of a step."""
+        lines = (self.folder / f"step-{number:05d}.jsonl").read_text().splitlines()
+        counts, *of_ranks = map(json.loads, lines)
+        gathered: defaultdict[Key, list[Any]] = defaultdict(list)
+        for rank, rows in enumerate(of_ranks):
+            for name, kind, expert, numel, digest, sums in rows:
+                gathered[name, expert].append((kind, numel, rank, digest, sums))
+        cells: dict[Key, Cell] = {}
+        for key, found in sorted(gathered.items(), key=lambda item: KINDS.index(item[1][0][0])):
+            kinds, sizes, ranks, digests, sums = zip(*found, strict=True)
+            cells[key] = Cell(kinds[0], sizes[0], ranks, digests, np.array(sums))
+        return StepRecord(cells, np.array(counts))
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that is not the same in two runs, and a rank that holds it."""
+
+    step: int
+    tensor: str
+    expert: int | None
+    rank: int
+    hint: str = ""
+
+    def __str__(self) -> str:
+        when = "before the first step" if self.step == 0 else f"after step {self.step}"
+        what = self.tensor if self.expert is None else f"{self.tensor} of expert {self.expert}"
+        return f"{when} {what} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
+
+
+def first_difference(one: Run, other: Run) -> Difference | None:
+    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses are not compared: a
+    term over a rank's experts goes by where they are, and its gradient may not."""
+    for number in range(min(one.length, other.length) + 1):
+        here, there = one.step(number), other.step(number)
+        lone = here.cells.keys() ^ there.cells.keys()
+        both = (key for key in here.cells if key not in lone)
+        if odd := [*lone, *(key for key in both if not here.cells[key].same_bits(there.cells[key]))]:
+            name, expert = key = odd[0]
+            cells = [step.cells[key] for step in (here, there) if key in step.cells]
+            pairs = enumerate(zip(cells[0].digests, cells[-1].digests, strict=False))
+            place = next((place for place, (a, b) in pairs if a != b), 0)
+            hint = "one run has it alone" if lone else _hint(here, there, odd)
+            return Difference(number, name, expert if expert >= 0 else None, cells[-1].ranks[place], hint)
+    return None
+
+
+def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
+    """Say what a step's differences point to."""
+    gradients = [key for key in odd if here.cells[key].kind == "gradient"]
+    of_experts = [key for key in gradients if key[1] >= 0]
+    if not gradients:
+        return "gradients are the same: the optimizer mixes experts, or something writes or keeps them by place"
+    pairs = [(here.cells[key], there.cells[key]) for key in of_experts or gradients]
+    factors = [other.norm / one.norm if one.norm else 1.0 for one, other in pairs]
+    scaled = [_apart(factor * one.sums, other.sums) for factor, (one, other) in zip(factors, pairs, strict=True)]
+    if all(apart <= TINY * other.norm for apart, (_, other) in zip(scaled, pairs, strict=True)):
+        if all(abs(factor - 1) < TINY for factor in factors):
+            return "by rounding alone: is something summed in slot order (a norm? use balancer.clip_grad_norm_)"
+        return "a rank scales gradients by a factor of its own (torch's clip_grad_norm_? use balancer.clip_grad_norm_)"
+    if of_experts == gradients:
+        return "only gradients of experts: something changes them by rank or by place (an average, a penalty, a freeze)"
+    return "gradients outside the experts, too: a loss or a gradient depends on which experts a rank has"
+
+
+# -- one run by itself -------------------------------------------------------------------------------------------------
+
+
+def untrained(run: Run) -> Iterator[str]:
+    """Name a parameter with a gradient, where no step changes any such (of experts; of the rest)."""
+    first, last = run.step(0).cells, run.step(run.length).cells
+    trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
+    for is_expert in (True, False):
+        keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
+        if keys and all(first[key].same_bits(last[key]) for key in keys):
+            yield keys[0][0]
+
+
+def shares(single: Run) -> Iterator[str]:
+    """Say whose gradient the loop multiplies by a number of ranks, and those of experts not, where it gets averages in
+    each of two steps: what clips these alone has a factor of each step's own."""
+    before: dict[str, float] = {}
+    for step in map(single.step, range(1, single.length + 1)):
+        factors: dict[Key, float] = {}
+        for (name, expert), cell in step.cells.items():
+            seen, given_S = step.cells.get((name.removesuffix("given") + "grad", expert)), cell.sums[0, 1:]
+            if cell.kind == "given" and seen is not None and given_S.any():
+                factors[name, expert] = float(given_S @ seen.sums[0, 1:] / (given_S @ given_S))
+        usual = float(np.median([factor for (_, expert), factor in factors.items() if expert >= 0] or [0.0]))
+        ratios = {name: one / usual for (name, expert), one in factors.items() if expert < 0 and usual and one}
+        for name in ratios.keys() & before.keys():
+            larger = [max(one, 1 / one) for one in (before[name], ratios[name])]
+            if round(larger[0]) > 1 and all(abs(one / round(larger[0]) - 1) < EXACT for one in larger):
+                yield SHARES.format(name.removesuffix("/given"), ratios[name])
+        before = ratios
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How far two runs are apart: ``worst``, of a tensor at a step, is the difference that comes closest to what is
+    allowed, or is above, relative to its tensor; ``steps`` were compared, until tokens were routed otherwise; ``equal``
+    is None where nothing could be compared."""
+
+    equal: bool | None
+    worst: float
+    tensor: str
+    step: int
+    steps: int
+
+
+def to_rounding(fixed: Run, other: Run) -> Closeness:
+    """Compare gradients and updates of each step until tokens are routed otherwise, and there how many are."""
+    worst, before = (0.0, 0.0, "", 0), (fixed.step(0), other.step(0))
+    rounding, length = float(fixed.meta["rounding"]), min(fixed.length, other.length)
+    for number in range(1, length + 1):
+        steps = fixed.step(number), other.step(number)
+        tokens, elsewhere = steps[0].counts.sum(), np.abs(steps[0].counts - steps[1].counts).sum()
+        if elsewhere > SPREAD * tokens + FEW:
+            return Closeness(False, float(elsewhere / tokens), "spread of tokens", number, number - 1)
+        if elsewhere:
+            return Closeness(True if number > 1 else None, *worst[1:], number - 1)
+        share = number * max(LEAST_ALLOWED, ROUNDINGS * rounding)
+        worst = max([worst, *((*one, number) for one in _measures(steps, before, share, rounding))])
+        if worst[0] > 1:
+            return Closeness(False, *worst[1:], number)
+        before = steps
+    return Closeness(True, *worst[1:], length)
+
+
+def _measures(
+    steps: tuple[StepRecord, StepRecord], before: tuple[StepRecord, StepRecord], share: float, rounding: float
+) -> Iterator[tuple[float, float, str]]:
+    """Yield of each gradient and change of a weight how far runs are apart, by what is allowed and by its size, and its
+    name."""
+    fixed, other = (step.cells for step in steps)
+    gradients = [cell.norm / max(1, cell.numel) ** 0.5 for cell in fixed.values() if cell.kind == "gradient"]
+    typical = float(np.quantile([0.0, *gradients], 0.75))  # one alone may be as large as it likes
+    for key in {**fixed, **other}:
+        cell, gradient = fixed.get(key) or other[key], fixed.get((f"{key[0]}/grad", key[1]))
+        # A gradient that one run has alone is one of zeros in the other.
+        one, two = (cells[key].sums if key in cells else 0 * cell.sums for cells in (fixed, other))
+        scale = cell.norm
+        if cell.kind == "gradient":
+            allowed = share * max(scale, OF_TYPICAL * typical * cell.numel**0.5)
+        elif cell.kind == "parameter" and all(key in step.cells for step in (*steps, *before)):
+            if gradient is not None and gradient.norm <= share * typical * cell.numel**0.5:
+                continue  # which Adam makes as large as others, and is noise
+            one, two = (row - step.cells[key].sums for row, step in zip((one, two), before, strict=True))
+            scale = _apart(one[:1], 0 * one[:1])
+            # Where rounding decides on the sign of a share of elements, Adam takes whole steps to either side.
+            allowed = share**0.5 * scale + rounding * cell.norm
+        else:
+            continue
+        if np.isfinite(scale + allowed):
+            apart = _apart(one if len(one) == len(two) else one[:1], two)
+            shown = key[0] if key[1] < 0 else f"{key[0]} of expert {key[1]}"
+            yield apart / max(allowed, _LEAST), apart / max(scale, _LEAST), shown
+
+
+def _apart(one: Sums, other: Sums) -> float:
+    """Return the largest distance of two tensors on a rank, by their random sums."""
+    with np.errstate(all="ignore"):
+        apart = float(np.sqrt(np.sum((one - other)[:, 1:] ** 2, axis=1)).max())
+    return apart if np.isfinite(apart) else (0.0 if np.array_equal(one, other, equal_nan=True) else float("inf"))
+
+
+# -- the answer --------------------------------------------------------------------------------------------------------
+
+
+def plain(kind: type, one: Any = None) -> dict[str, Any]:
+    """Return a dataclass as a dict; None: with its keys alone."""
+    return asdict(one) if one is not None else dict.fromkeys(each.name for each in fields(kind))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the runs of a job have shown: the keys of ``eplb-runtime verify --json``.
+
+    Args:
+        reason: why the verdict is not ``"right"``.
+        moved: ``equal``, whether homes moved after each step gave the same bits; else the first `Difference`;
+            ``rounding``: where bits cannot be the same (replicas, or what ``notes`` say), the `Closeness`.
+        single: the `Closeness` of a run with all experts on each rank, or the ``reason`` why there is none.
+        unregistered: ``{"holder", "shape"}`` of tensors that may be experts and are not registered.
+        said: lines of the guard. notes: what ``attach`` says of bits.
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    steps: int = 0
+    ranks: int = 0
+    tensors: int = 0
+    repeats: bool | None = None
+    moved: Mapping[str, Any] = field(default_factory=lambda: {"equal": None, **plain(Difference), "rounding": None})
+    single: Mapping[str, Any] = field(default_factory=lambda: {**plain(Closeness), "reason": ""})
+    unregistered: tuple[Mapping[str, Any], ...] = ()
+    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the verdict is ``"right"``."""
+        return self.verdict == "right"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of ``eplb-runtime verify --json``; numbers that JSON does not have are null."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {self.reason}"]
+        if self.passed:
+            lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
+        lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {o['shape']}" for o in self.unregistered)
+        said = {one.partition(":")[0]: f"  said in the job: {one}" for one in self.said if one not in self.reason}
+        return "\n".join([*lines, *said.values(), *(f"  bits: {line}" for line in self.notes)])
+
+    def _shown(self) -> Iterator[str]:
+        """What a right job has shown."""
+        if self.moved["equal"]:
+            yield f"moved homes gave the same bits in {self.tensors} tensors"
+        close = ("replicas give" if self.moved["equal"] else "moved homes give", self.moved["rounding"])
+        for what, one in (close, ("all experts on each rank give", self.single)):
+            if one is not None and one["equal"]:
+                yield f"{what} the same to rounding (worst {one['worst']:.1g} of {one['tensor']}, {one['steps']} steps)"
+        if self.single["reason"]:
+            yield f"not compared with all experts on each rank: {self.single['reason']}"
+        yield "the job repeats itself"
+
+
+Proof = Generator[str, Run, Report]
+"""Asks for runs, by the layout of a `Trial`."""
+
+
+def proof() -> Proof:
+    """Ask for one run after another, and return what they have shown."""
+    runs = [fixed := (yield "fixed")]
+    meta, found = fixed.meta, dict[str, Any](steps=max(0, fixed.length))
+    found |= {"ranks": meta.get("ranks", 0), "notes": tuple(meta.get("notes", ()))}
+
+    def answer(verdict: Verdict, reason: str = "") -> Report:
+        said = dict.fromkeys(line for run in runs for line in run.meta.get("said", ()))
+        return Report(verdict, reason, **found, said=tuple(said))
+
+    if fixed.failure:
+        return answer("unknown", f"the run with fixed homes failed: {fixed.failure}")
+    if fixed.length < 1:
+        what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
+        return answer("unknown", f"the job {what} (the launcher must pass its environment on to the ranks)")
+    runs.append(moved := (yield "moved"))
+    difference = first_difference(fixed, moved)
+    found["tensors"] = len({name for (name, _), cell in fixed.step(fixed.length).cells.items() if cell.kind != "given"})
+    found["unregistered"] = tuple(moved.meta.get("unregistered", ()))
+    found["moved"] = {"equal": difference is None, **plain(Difference, difference), "rounding": None}
+    if difference is None and moved.length < fixed.length:
+        return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
+    if difference is None and not moved.meta["commits"]:
+        return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
+    odd = first_difference(fixed, (yield "fixed")) if difference is not None else None
+    found["repeats"] = odd is None
+    if odd is not None:
+        return answer("unknown", f"the job does not repeat itself: in a second run {odd}")
+    if difference is not None and not found["notes"]:
+        kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
+        return answer("wrong", f"with moved homes {difference}{kept}")
+    reason, replicas = str(meta["not_single"]), bool(meta["replica_slots"])
+    found["single"] = {**plain(Closeness), "reason": reason}
+    for layout in ["single"] * (not reason) + ["replicas"] * (replicas or difference is not None):
+        other = (yield layout) if replicas or layout == "single" else moved
+        runs.append(other)
+        if other.length < fixed.length:
+            often = "every rank must call backward() as often"
+            return answer("unknown", f"the run with {_NAMES[layout]} ended sooner ({often}): {other.failure}")
+        close = to_rounding(fixed, other)
+        if layout == "single":
+            found["single"] |= plain(Closeness, close)
+        else:
+            found["moved"]["rounding"] = plain(Closeness, close)
+        if close.equal is None:
+            why = f"the run with {_NAMES[layout]} routes tokens differently from its first step on"
+            return answer("unknown", why + _PENALTY * (layout == "single"))
+        if not close.equal:
+            why = f"{_NAMES[layout]} give another {close.tensor} after step {close.step} ({close.worst:.2g} off)"
+            return answer("wrong", why + _PENALTY * (layout == "single"))
+    if said := answer("right").said:
+        return answer("wrong", f"said in the job: {said[0]}")
+    doubts = [
+        *(_HELD.format(**one) for one in found["unregistered"]),
+        *(f"{one} could not be called by attach, and {reason}" for one in (meta["untried"] if reason else ())),
+        *(
+            f"{one} has gradients and no step changes it: does the optimizer step this model?"
+            for one in untrained(fixed)
+        ),
+        *(() if reason else shares(runs[2])),
+        *moved.meta["doubts"],
+    ]
+    return answer("unknown", doubts[0]) if doubts else answer("right")
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------------
+
+
+def _answer(run: Callable[[str, Path], Run], keep: Path | None = None) -> Report:
+    """Give a proof the runs that it asks for, each in a new folder."""
+    asking, number = proof(), 1
+    with tempfile.TemporaryDirectory(prefix="eplb_verify_") as temporary:
+        try:
+            layout = next(asking)
+            while True:
+                folder = (keep or Path(temporary)).resolve() / f"run-{number}-{layout}"
+                folder.mkdir(parents=True)
+                layout, number = asking.send(run(layout, folder)), number + 1
+        except StopIteration as stop:
+            return cast(Report, stop.value)
+
+
+def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = None) -> Report:
+    """Run a command, as a user types it, in each layout for so many optimizer steps; its output and the progress go to
+    stderr. The records and the output stay in ``keep``, or are deleted."""
+    lengths = list[int]()
+
+    def run(layout: str, folder: Path) -> Run:
+        most = max(lengths[:1], default=0) or steps  # where a job ends sooner, the other runs end there
+        found = _run(command, Trial(layout, most, str(folder)), folder.name.replace("-", " "))
+        lengths.append(max(0, found.length))
+        return found
+
+    return _answer(run, keep)
+
+
+def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
+    """One run; its output is copied to stderr, with a line of progress after each step."""
+    folder, environment, shown = Path(trial.folder), dict(launcher_environment()), 0
+    set_trial(trial, environment)
+    CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a rank has left behind is a child of this process
+    others = set(descendants())
+    log = folder / "output.log"
+    with open(log, "wb") as to, open(log, "rb") as output:
+        job = subprocess.Popen(
+            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=to, stderr=to, start_new_session=True
+        )
+        try:
+            ended, last_look = False, float("inf")
+            while not ended:
+                ended = job.poll() is not None or time.monotonic() > last_look
+                sys.stderr.write(output.read().decode(errors="replace"))
+                if (reached := (run := Run.of(folder)).length) > shown:
+                    shown = reached
+                    print(f"verify: {title}: step {shown} of {trial.steps}", file=sys.stderr)
+                if run.meta.get("ended"):  # what started the ranks may wait for what else it has started
+                    last_look = min(last_look, time.monotonic() + _END_SECONDS)
+                time.sleep(0 if ended else _LOOK_SECONDS)
+        finally:
+            end(job, others)
+    text = log.read_text(errors="replace")
+    own = re.split(r"\n.*torch[./]distributed[./](?:elastic|run\.py)", text)[0].strip() or text  # without torchrun's
+    last = " | ".join(line.strip() for line in own.splitlines()[-LAST_LINES:])
+    run = Run.of(folder)
+    failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
+    return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
+
+
+def descendants(process: int | str = "self") -> list[int]:
+    """Return the processes that a process has started, and that these have."""
+    found: list[int] = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, children.read_text().split())
+    return found + [one for child in found for one in descendants(child)]
+
+
+def end(job: subprocess.Popen[bytes], others: Collection[int]) -> None:
+    """End a job with all that it has started: it has nothing to save. ``others`` are not its own processes."""
+    job.kill()
+    job.wait()
+    while left := set(descendants()) - set(others):
+        for process in left:
+            with suppress(ProcessLookupError, ChildProcessError):  # or its parent is still there
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+
+def verify(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_batch: Callable[[int], Any],
+    *,
+    steps: int = 12,
+    config: BalancerConfig | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+    loss: Callable[[Any, Any], Tensor] = lambda output, batch: output.loss,
+) -> Report:
+    """Train with experts fixed, moved after each step, and all of them on each rank; return what a comparison shows,
+    equal on every rank. Collective. The balancer averages gradients outside the experts. Each step begins with a seed.
+
+    Args:
+        make_model: a new model on its device, the same weights at each call and on every rank.
+        make_optimizer: an optimizer for it.
+        make_batch: this rank's batch of a step, from 0, the same at each call: keyword arguments of the model as a
+            mapping, positional ones as a tuple or list, or the only one.
+        loss: ``(output, batch) -> scalar``.
+
+    Raises:
+        AttachError: the model, optimizer or config cannot be balanced.
+        TypeError: ``loss`` does not give one value.
+    """
+    config = replace(config if config is not None else BalancerConfig(), dense_gradients="allreduce")
+
+    def run(layout: str, folder: Path) -> Run:
+        set_trial(Trial(layout, steps, str(folder), ends_process=False))
+        torch.manual_seed(SEED)
+        optimizer = make_optimizer(model := make_model())
+        balancer = attach(model, optimizer, config=config, ep_group=ep_group)
+        try:
+            model.train()
+            for step in range(steps):
+                torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())  # for dropout and the like
+                batch = make_batch(step)
+                given = batch if isinstance(batch, tuple | list) else (batch,)
+                value = loss(model(**batch) if isinstance(batch, Mapping) else model(*given), batch)
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    raise TypeError("the loss must be a tensor of one value: give labels in the batch, or loss=")
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            balancer.close()
+        return Run.of(folder)
+
+    return _answer(run)
