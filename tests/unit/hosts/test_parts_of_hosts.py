@@ -141,6 +141,7 @@ def found(thing: Any) -> list[str]:
     average = {"averages": [Average(thing)]}
     assert average
     listed = unregistered([model], registry, [])  # of other tests there may be such things
+    assert all(one is not model.weight for one in listed)
     return [holder_of(one, listed) for one in listed if one is thing]
 
 
@@ -154,10 +155,6 @@ def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: C
 
 def test_what_is_no_expert_or_the_models_own_is_not_listed() -> None:
     assert not found(torch.ones(3, 7)) and not found(torch.ones(12))
-    model = nn.Linear(3, 7)
-    registry = ExpertTensors(1, 7, [])
-    registry.add(0, "weight", model.weight)
-    assert all(one is not model.weight for one in unregistered([model], registry, []))
 
 
 def test_a_module_is_named_but_for_those_of_frameworks() -> None:
