@@ -30,10 +30,10 @@ from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Divisors, ModelCheck, Runtime
 from ...checkpoint.stream import Exporter, weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
-from ...distributed.bandwidth import measure
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
 from ...distributed.ranks import Ranks
 from ...distributed.step_tag import ForwardTag
+from ...distributed.transports import measure
 from ...distributed.transports.base import Transport
 from ...distributed.transports.symmetric import NodeMemory, why_not
 from ...load.clock import ExpertClock
