@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +175,6 @@ def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_st
     one, other = run_ranks(2, fails_on_one, str(tmp_path))
     assert all("was not saved: rank 1 failed" in text for text in one)
     assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
-
-
-@pytest.mark.long
-def test_a_rank_that_cannot_write_leaves_files_that_others_are_writing(tmp_path: Path) -> None:
-    def of_rank_1() -> Iterator[disk.Named]:
-        yield "model", "a", torch.ones(1)
-        raise OSError(28, "No space left on device")
-
-    written = disk.write_tensors(tmp_path, 0, "0" * 16, [("model", "a", torch.ones(1))])
-    with pytest.raises(OSError, match="No space left"):
-        disk.write_tensors(tmp_path, 1, "0" * 16, of_rank_1())
-    assert {path.name for path in tmp_path.iterdir()} == set(written)
 
 
 def save_in_the_background(rank: int, folder: str) -> list[State]:

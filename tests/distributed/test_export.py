@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from support.seen import assert_refused, said_by, same
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.checkpoint import CheckpointError, disk
+from eplb_runtime.checkpoint import CheckpointError, disk, stream
 from eplb_runtime.checkpoint.state import LogicalView
 
 EXPERTS = 8
@@ -319,9 +320,17 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_the_old_folder_stays
 
 
 def refusals(rank: int, folder: Path) -> None:
-    model, export_it = attached(job()), eplb.checkpoint.export_pretrained
+    model, export_it, value = attached(job()), eplb.checkpoint.export_pretrained, stream.TensorList.value
+
+    def no_room(*args: Any) -> Any:
+        if rank == 3:
+            raise RuntimeError("no room")
+        return value(*args)
+
+    without_room = patch.object(stream.TensorList, "value", no_room)(export_it)
     cases: dict[str, Callable[[], object]] = {
         "does not take push_to_hub: upload the folder": lambda: export_it(model, folder, push_to_hub=True),
+        "no room" if rank == 3 else "was not exported: rank 3 failed": lambda: without_room(model, folder),
         "the model is not attached": lambda: export_it(whole_model(job()), folder),
     }
     assert_refused(cases)
