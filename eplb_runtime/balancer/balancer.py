@@ -1,6 +1,6 @@
 """The balancer as its user sees it: it measures, rebalances at the step boundary, and reduces gradients.
 
-`rebalancer.py` changes the placement, `restore.py` saves it; these are the calls that a training loop makes.
+`rebalancer.py` changes the placement, `phases.py` saves it; these are the calls that a training loop makes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,9 +32,8 @@ from ..utils.spans import phase
 from .exports import EXPORT_SECONDS, OpenStream, OptimizerHooks, TensorStream, WeightExport
 from .gradients.reduction import Gradients
 from .loop_state import LoopState
-from .phases import Phases
+from .phases import Phases, measured_load, restore
 from .rebalancer import Rebalancer, use_device
-from .restore import measured_load, restore
 from .runtime import ModelTensors, Runtime
 from .status import DecisionLine, balancer_table
 
@@ -97,7 +96,7 @@ class Balancer:
         self.shown: Any = None
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
-        self._export_with = export_with
+        self._export = export_with(self)
         self._phases = Phases(runtime, self.rebalancer, self.events, self.loop)
         self.closing = ExitStack()
         for end in (
@@ -109,11 +108,6 @@ class Balancer:
         ):
             self.closing.callback(end)
         self.optimizer_hooks = hook_optimizers(self)
-
-    @cached_property
-    def _export(self) -> WeightExport:
-        """Exports of this balancer; made when the first one is asked for."""
-        return self._export_with(self)
 
     def begin(self) -> None:
         """Begin once every rank has a balancer. Collective."""

@@ -1,4 +1,5 @@
-"""Phases of a job: training, and rollouts in which the balancer is suspended and keeps no memory.
+"""Breaks in a job: rollouts, in which the balancer is suspended and keeps no memory; and a later run that goes on with
+step, placement and measured load of this one.
 
 Loops of reinforcement learning free weights, gradients and optimizer state between training steps. What the balancer
 keeps in addition is freed here as well; replicas take theirs again, and a migration what it needs.
@@ -6,18 +7,27 @@ keeps in addition is freed here as well; replicas take theirs again, and a migra
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xxhash
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, Suspended, SuspensionEnded
+from ..load.counter import HostCopy, aggregate, resume_load, saved_load
+from ..placement import Placement, PlacementError
 from ..utils.text import one_line
 from .loop_state import LoopState
 from .rebalancer import Rebalancer
 from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
+
+UNUSABLE = bytes(16)
+"""Digest of a rank that was given nothing usable."""
 
 
 class Phases:
@@ -30,7 +40,6 @@ class Phases:
         self._events = events
         self._loop = loop
         self._since = 0.0
-        self._is_without_replicas = False
 
     def suspend(self) -> int:
         """`Balancer.suspend`."""
@@ -69,24 +78,22 @@ class Phases:
 
     def end(self) -> None:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
-        if self._loop.suspended and self._runtime.maps.replicas is not None:
-            problem = self._why_not_here()
-            self._is_without_replicas = bool(problem)
-            if problem:
-                logger.warning(
-                    "closed while suspended, and the layers of experts have no memory to compute in: %s; load the "
-                    "weights and call balancer.resume() before the next forward",
-                    problem,
-                )
+        replicas = self._runtime.maps.replicas
+        if replicas is not None and replicas.is_freed and (problem := self._why_not_here()):
+            logger.warning(
+                "closed while suspended, and the layers of experts have no memory to compute in: %s; load the weights "
+                "and call balancer.resume() before the next forward",
+                problem,
+            )
         self._loop.suspended = False
 
     def resume_after_end(self) -> bool:
         """Take the memory that `end` could not take; returns whether there was any to take."""
-        if not self._is_without_replicas:
+        replicas = self._runtime.maps.replicas
+        if replicas is None or not replicas.is_freed:
             return False
         if problem := self._why_not_here():
             raise RuntimeError(f"resume(): {problem}")
-        self._is_without_replicas = False
         return True
 
     def _why_not_here(self, why_state_lacks: Callable[[], str] = str) -> str:
@@ -116,3 +123,56 @@ class Phases:
                 return f"rank {job.rank}: {problem}"
             self._free_replicas()
             raise
+
+
+def measured_load(runtime: Runtime, rebalancer: Rebalancer) -> dict[str, Any]:
+    """Return the load for the next decisions, in the form of `saved_load`; equal on every rank. Collective."""
+    rebalancer.wait_for_decision()
+    return saved_load(
+        rebalancer.decisions.history,
+        runtime.counter,
+        lambda buckets: rebalancer.run(lambda group, _: aggregate(HostCopy(buckets), group))[0].numpy(),
+    )
+
+
+def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer, barrier: Callable[[], None]) -> None:
+    """Restore as `Balancer.load_state_dict` says, when ``barrier`` returns on all ranks."""
+    problem: PlacementError | None = None
+    target, step, digest = rebalancer.placement(), 0, UNUSABLE
+    try:
+        saved, step = Placement.from_json(state["placement"]), int(state["step"])
+        target, load = _fitting(saved, target), json.dumps(state.get("load"), sort_keys=True)
+        digest = xxhash.xxh3_128(f"{step} {saved.digest()} {load}".encode()).digest()
+    except PlacementError as error:
+        problem = error
+    except (KeyError, TypeError, ValueError) as error:
+        problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
+    barrier()
+    agreed = rebalancer.compare(digest, "load_state_dict()", "usable saved state")
+    if problem is not None:
+        raise problem
+    if not agreed.commit:
+        raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
+    outcome = rebalancer.go_to(step, target)
+    if outcome.failed_phase is not None:
+        raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
+    decisions = rebalancer.decisions
+    try:  # what all had counted goes on on one rank
+        resume_load(state.get("load") or {}, decisions.history, runtime.counter, int(runtime.job.is_planner))
+    except (AttributeError, ValueError) as error:
+        logger.warning("%s; forecasts start from scratch", error)
+    try:
+        decisions.resume_track_record(state.get("track_record") or [])
+    except (AttributeError, ValueError) as error:
+        logger.warning("%s; predictions are trusted again", error)
+
+
+def _fitting(saved: Placement, here: Placement) -> Placement:
+    """Return a saved placement, or that of here if it is of the same model on other ranks or slots."""
+    same_model = (saved.num_layers, saved.num_experts) == (here.num_layers, here.num_experts)
+    if same_model and (saved.num_ranks, saved.slots_per_rank) != (here.num_ranks, here.slots_per_rank):
+        what = "experts stay where they are, and the next decision looks at the load that was saved"
+        logger.info("the placement was saved for other ranks or slots: %s", what)
+        return here
+    saved.require_model(here.num_layers, here.num_experts, here.num_ranks, here.replica_slots)
+    return saved

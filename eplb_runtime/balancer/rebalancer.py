@@ -91,7 +91,7 @@ class Rebalancer(LoopHooks):
         self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
-        self._restores = self._attempts = self._boundaries = self._next_sampled = self._known_home_bytes = 0
+        self._attempts = self._boundaries = self._next_sampled = self._known_home_bytes = 0
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds, self._last_cause = 0.0, ""
@@ -268,15 +268,13 @@ class Rebalancer(LoopHooks):
     def go_to(self, step: int, target: Placement) -> MigrationProgress:
         """Set the step of a saved state, and migrate to its placement. Collective, between steps."""
         self._loop.step = step
-        self._next_sampled = self._attempts = 0
-        self._restores += 1
+        self._next_sampled = 0
         progress = self._migrate(target)
         self._earlier.clear()  # buckets counted so far are of another job
         return progress
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""
-        self.control.require("a comparison of ranks")
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
         try:
             return self.control.run(work, seconds)
@@ -444,10 +442,9 @@ class Rebalancer(LoopHooks):
             self._pause(progress.cause)
 
     def _new_key(self, what: str) -> str:
-        """Return a key that names one decision's records by step and number: restoring may set the step back, and a
-        step may see several migrations."""
+        """Return a key that names one decision's records: a step may see several migrations."""
         self._attempts += 1
-        return f"{what}/restored/{self._restores}/step/{self.step}/{self._attempts}"
+        return f"{what}/{self._boundaries}/{self._attempts}"
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Prepare everything that follows a placement, before a vote. The returned function takes the placement over,

@@ -119,8 +119,8 @@ def log(what: str, folder: str | Path, view: LogicalView) -> None:
 # -- what is written, under which names --------------------------------------------------------------------------------
 
 
-def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], str]:
-    """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor, as JSON."""
+def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], Any]:
+    """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor."""
     balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
     ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
     layout, tied = _layout_of(view)
@@ -130,8 +130,8 @@ def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], s
         "optimizer": view.numbers(_to_json),
         "balancer": balancer,
     }
-    text = json.dumps(numbers)
-    return _tensors_of_rank(view, layout, ranks), text if access.ranks[access.number] == ranks[0] else ""
+    numbers = json.loads(json.dumps(numbers))  # a copy
+    return _tensors_of_rank(view, layout, ranks), numbers if access.ranks[access.number] == ranks[0] else None
 
 
 def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str, str]]:
@@ -208,15 +208,14 @@ def _from_json(value: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: str) -> None:
+def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: Any) -> None:
     problem = f"{folder} was not saved"
     token = access.new_token()
     try:
         files = access.together(
             problem, lambda: _seals_of(folder, write_tensors(folder, access.number, token, tensors))
         )
-        of_ranks = [json.loads(text) for text in access.gather_bytes(json.dumps(files).encode())]
-        stages = [json.loads(text) for text in access.gather_bytes(numbers.encode()) if text]
+        of_ranks, stages = access.gather(files), [one for one in access.gather(numbers) if one is not None]
     except BaseException:
         remove_own(folder, access.number, token)
         raise
@@ -233,7 +232,7 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
 def write_tensors(
     folder: Path, number: int, token: str, tensors: Iterable[Named], most_bytes: int = FILE_BYTES
 ) -> dict[str, list[str]]:
-    """Write tensors into files of this rank; returns the names in each. All or none stay."""
+    """Write tensors into files of this rank; returns the names in each. Where that fails, `remove_own`."""
     written: dict[str, list[str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
@@ -258,7 +257,6 @@ def write_tensors(
     except BaseException:
         for _ in remaining:
             pass  # other ranks gather what is sharded with this one
-        remove_own(folder, number, token)
         raise
     return written
 
@@ -472,10 +470,7 @@ def read_folder(folder: Path, marker: Mapping[str, Any]) -> Saved:
     """Return a verified folder, open for reading."""
     numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=_from_json)
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
-    layout = {
-        key: Stored(tuple(stored["names"]), stored["experts"], tuple(stored["sizes"]), stored["dim"])
-        for key, stored in numbers["layout"].items()
-    }
+    layout = {key: Stored(**stored) for key, stored in numbers["layout"].items()}
     unnamed = set(files)
     for key, stored in layout.items():
         if not 0 <= stored.experts <= len(files):

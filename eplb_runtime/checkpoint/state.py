@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import reprlib
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
-from ..distributed.consensus import first_problem, gather_bytes
+from ..distributed.consensus import first_problem, gather_json
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.registry import MARK
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
@@ -159,12 +160,10 @@ class LogicalView:
         if entry.layer is not None:
             for row, expert in enumerate(self.experts_here(entry.layer)):
                 yield (expert, *(columns(entry.tensor).start or 0, *zeros)[: here.ndim - 1]), here[row : row + 1]
-        elif isinstance(entry.tensor, DTensor):
-            for chunk in entry.tensor.__create_chunk_list__():
-                if here.numel():
-                    yield tuple(chunk.offsets), here
-        else:
+        elif not isinstance(entry.tensor, DTensor):
             yield zeros, here
+        elif here.numel():
+            yield from ((tuple(chunk.offsets), here) for chunk in entry.tensor.__create_chunk_list__())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -199,12 +198,12 @@ class LogicalView:
             {**{k: encode(v, k) for k, v in group.items() if k != "params"}, "params": self.names_of(group)}
             for group in self.param_groups
         ]
-        states = {name: self.optimizer_state(name).items() for name in self.parameters}
-        numbers = {
-            name: {str(key): encode(value, str(key)) for key, value in state if not isinstance(value, Tensor)}
-            for name, state in states.items()
-        }
-        return {"param_groups": groups, "numbers": {name: found for name, found in numbers.items() if found}}
+        numbers: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name in self.parameters:
+            for key, value in self.optimizer_state(name).items():
+                if not isinstance(value, Tensor):
+                    numbers[name][str(key)] = encode(value, str(key))
+        return {"param_groups": groups, "numbers": numbers}
 
     def options_of(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Learning rates and the like for each live param group, by parameter name: groups may be cut otherwise than
@@ -241,7 +240,10 @@ class LogicalView:
         all ranks before any of them waits for another. Collective when attached. ``patient``: wait as long as the
         host's process groups do: before a load ranks may come at very different times. ``merged_too``: False: of
         adapters alone, which do not change while they are merged."""
-        problem = self._freed() or (why_merged(self.model) if merged_too else "")
+        of_experts = self.balancer.tensors.memory.why_freed() if self.balancer is not None else ""
+        freed = (one.key for one in self.entries() if not has_memory(one.tensor))
+        problem = of_experts or next((f"{key}: its memory is freed: load it first" for key in freed), "")
+        problem = problem or (why_merged(self.model) if merged_too else "")
         if self.balancer is not None:
             if not patient:
                 self.balancer.runtime.barrier(what)
@@ -249,13 +251,6 @@ class LogicalView:
             problem = first_problem(problem, runtime.groups.everyone, runtime.device)
         if problem:
             raise CheckpointError(f"{what}: {problem}")
-
-    def _freed(self) -> str:
-        """Name a tensor that has no memory now; empty: all have."""
-        if self.balancer is not None and (changed := self.balancer.tensors.memory.why_freed()):
-            return changed
-        freed = (entry.key for entry in self.entries() if not has_memory(entry.tensor))
-        return next((f"{key}: its memory is freed: load it first" for key in freed), "")
 
     def weights_changed(self) -> None:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
@@ -329,13 +324,10 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
         balancer = module.__dict__.get("_eplb_runtime_balancer")
         if balancer is not None:
             return module, balancer
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model, None
+    wrapper = nn.parallel.DistributedDataParallel
+    while isinstance(inner := getattr(model, "module" if isinstance(model, wrapper) else "_orig_mod", None), nn.Module):
         model = inner
+    return model, None
 
 
 @torch.no_grad()
@@ -394,10 +386,9 @@ class JointAccess:
             result = action()
         except Exception:
             with suppress(Exception):  # of ranks that do not come; the cause is this one
-                self.gather_bytes(b"failed")
+                self.gather("failed")
             raise
-        texts = self.gather_bytes(b"")
-        if failed := [rank for rank, text in zip(self.ranks, texts, strict=True) if text]:
+        if failed := [rank for rank, word in zip(self.ranks, self.gather(None), strict=True) if word]:
             raise CheckpointError(f"{what}: rank {failed[0]} failed; its own error says why")
         return result
 
@@ -405,19 +396,19 @@ class JointAccess:
         """Do it on the first rank alone, and wait for it. Raises as `together`."""
         self.together(what, action if self.number == 0 else lambda: None)
 
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Every rank's."""
-        return [mine] if self._group is None else gather_bytes(mine, self._group, self._device)
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's, which JSON can say."""
+        return [mine] if self._group is None else gather_json(mine, self._group, self._device)
 
     def new_token(self) -> str:
         """Return a name that no other save has, the same on all ranks."""
-        return self.gather_bytes(secrets.token_bytes(8))[0].hex()
+        return str(self.gather(secrets.token_hex(8))[0])
 
     def folder_has(self, path: Path) -> bool:
         """Return whether a file is there, for all ranks alike; refused where only some see it."""
-        seen = self.gather_bytes(b"seen" if path.is_file() else b"")
+        seen = self.gather(path.is_file() or None)
         if any(seen) and not all(seen):
-            rank = self.ranks[seen.index(b"")]
+            rank = self.ranks[seen.index(None)]
             raise CheckpointError(f"rank {rank} does not see {path}: give a folder that all ranks see")
         return any(seen)
 

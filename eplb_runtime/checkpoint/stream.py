@@ -89,6 +89,9 @@ def weights_of(model: nn.Module, first_layer: int) -> list[Weight]:
 # -- pieces, and which rank has them -----------------------------------------------------------------------------------
 
 
+WeightsOfStages = Mapping[int, Sequence[Weight]]
+
+
 @dataclass(frozen=True)
 class Piece:
     """One tensor of the stream, or one row of a tensor whose rows are the experts of a layer.
@@ -131,12 +134,7 @@ class TensorList:
     """
 
     def __init__(
-        self,
-        balancer: Balancer,
-        weights: Mapping[int, Sequence[Weight]],
-        dtype: torch.dtype | None = None,
-        *,
-        live: bool = False,
+        self, balancer: Balancer, weights: WeightsOfStages, dtype: torch.dtype | None = None, live: bool = False
     ) -> None:
         self.balancer, self.job = balancer, balancer.runtime.job
         self._weights, self._dtype, self._live = weights, dtype, live
@@ -512,11 +510,10 @@ def _given(tensors: TensorList, given: object) -> tuple[dict[int, bytes], str]:
         found: Any = given() if callable(given) else given
         for name, tensor in found.items() if isinstance(found, Mapping) else found:
             if name not in numbers:
-                some = next((known for known in numbers if known.rpartition(".")[2] in name), "")
-                some = some or next(iter(numbers), "none")
+                some = next((known for known in numbers if known.rpartition(".")[2] in name), "none alike")
                 return theirs, f"verify_export was given {name}, and the model has no tensor of that name ({some})"
             spec = pieces[numbers[name][0]].whole
-            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
                 return theirs, (
                     f"verify_export was given {name} as {tensor.dtype} {list(tensor.shape)}; the model's is "
                     f"{spec.dtype} {list(spec.shape)} (dtype= says to which the export casts)"

@@ -373,35 +373,22 @@ class Ballot:
 
 
 class Phase(Enum):
-    """Where a rank can stand still, die or fail, in the order in which it comes there: the code calls a probe at each,
-    with what is said of it, and tests and `tests/soak` put faults there."""
+    """Where a rank can stand still, die or fail, in the order in which it comes there. The code calls a probe at each,
+    with the subject named last; tests and `tests/soak` put faults there."""
 
-    STEPPED = "stepped"
-    """An optimizer step is over, on the training thread. The number of the step."""
-    DECIDING = "deciding"
-    """A decision begins, on the worker's thread. Its key."""
-    PLANNED = "planned"
-    """A plan has come from rank 0. Its bytes, a bytearray that is read afterwards."""
-    PREPARED = "prepared"
-    """This rank has its schedule and its memory. The schedule."""
-    POSTED = "posted"
-    """A round has been posted. The round."""
-    STAGED = "staged"
-    """Experts have come. What is staged, perhaps nothing."""
-    VERIFIED = "verified"
-    """Experts came as they left. What is staged."""
-    VOTED = "voted"
-    """This rank has said yes or no to a round or a plan, and nothing is recorded yet. The verdict of the vote."""
-    DECIDED = "decided"
-    """The verdict on a round is recorded. The verdict."""
-    AWAITED = "awaited"
-    """With overlap: a forward has come to a layer whose experts are on their way. The layer."""
-    COMMITTING = "committing"
-    """A layer of a round is about to be written. The layer."""
-    COMMITTED = "committed"
-    """A round is committed. The round."""
-    CONNECTED = "connected"
-    """New connections are made, and nothing is recorded yet. The attempt."""
+    STEPPED = "stepped"  # An optimizer step is over, on the training thread. The number of the step.
+    DECIDING = "deciding"  # A decision begins, on the worker's thread. Its key.
+    PLANNED = "planned"  # A plan has come from rank 0. Its bytes, a bytearray that is read afterwards.
+    PREPARED = "prepared"  # This rank has its schedule and its memory. The schedule.
+    POSTED = "posted"  # A round has been posted. The round.
+    STAGED = "staged"  # Experts have come. What is staged, perhaps nothing.
+    VERIFIED = "verified"  # Experts came as they left. What is staged.
+    VOTED = "voted"  # This rank has said yes or no to a round or plan; nothing is recorded. The verdict of the vote.
+    DECIDED = "decided"  # The verdict on a round is recorded. The verdict.
+    AWAITED = "awaited"  # With overlap: a forward has come to a layer whose experts are on their way. The layer.
+    COMMITTING = "committing"  # A layer of a round is about to be written. The layer.
+    COMMITTED = "committed"  # A round is committed. The round.
+    CONNECTED = "connected"  # New connections are made, and nothing is recorded yet. The attempt.
 
 
 Probe = Callable[[Phase, Any], None]

@@ -42,17 +42,18 @@ _WATCHDOG_MARGIN = timedelta(seconds=60)
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-def _of(sets: str, purpose: str) -> cached_property[dist.ProcessGroup]:
-    """Return a group of those of a job's sets with this rank."""
-    return cached_property(lambda groups: groups._new(getattr(groups.job, sets), purpose))
-
-
-def _of_several(sets: str, purpose: str) -> cached_property[dist.ProcessGroup | None]:
-    """Return the same, or None where this rank is alone in its set."""
+def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
+    """Return a group of those of a job's sets with this rank: the one under the name ``like`` if that has the same
+    ranks; None if it is to have ``several`` and this rank is alone."""
 
     def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
         all_sets = getattr(groups.job, sets)
-        return None if (groups.job.rank,) in all_sets else groups._new(all_sets, purpose)
+        if several and (groups.job.rank,) in all_sets:
+            return None
+        other: dist.ProcessGroup | None = getattr(groups, like) if like else None
+        if other is not None and tuple(dist.get_process_group_ranks(other)) in all_sets:
+            return other
+        return groups._new(all_sets, purpose, backend)
 
     return cached_property(made)
 
@@ -172,28 +173,24 @@ class ProcessGroups:
 
     # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
-    data = _of("data_sets", "data")
+    data: dist.ProcessGroup = _of("data_sets", "data")
     """Ranks that hold the same stages: gradients outside the experts."""
-    dispatch = _of("ep_sets", "dispatch")
+    everyone: dist.ProcessGroup = _of("job_sets", "everyone", like="data")
+    """All ranks of the job: norms over stages, agreement on a gradient's overflow."""
+    background: dist.ProcessGroup = _of("job_sets", "background", "gloo")
+    """The same over gloo, for work in a thread during training."""
+    dispatch: dist.ProcessGroup = _of("ep_sets", "dispatch")
     """One EP group: tokens."""
-    replicas = _of("row_sets", "replicas")
+    rows: dist.ProcessGroup = _of("row_sets", "rows", like="dispatch")
+    """Ranks that have each row of an expert tensor once."""
+    replicas: dist.ProcessGroup = _of("row_sets", "replicas")
     """The ranks of ``rows``: weights to replicas, gradients back."""
-    expert_data = _of_several("edp_sets", "expert data")
+    expert_data: dist.ProcessGroup | None = _of("edp_sets", "expert data", several=True)
     """Ranks that hold the same experts; None: there is one."""
-    twins = _of_several("twin_sets", "twins")
+    parts: dist.ProcessGroup | None = _of("part_sets", "parts", like="expert_data", several=True)
+    """Ranks that have the homes of this EP rank together; None: it is this one."""
+    twins: dist.ProcessGroup | None = _of("twin_sets", "twins", several=True)
     """Ranks that have the same part of the homes of an EP rank; None: it is this one."""
-
-    @cached_property
-    def everyone(self) -> dist.ProcessGroup:
-        """All ranks of the job: norms over stages, agreement on a gradient's overflow."""
-        return self.data if len(self.job.stage_sets) == 1 else self._new([self.job.ranks], "everyone")
-
-    @cached_property
-    def parts(self) -> dist.ProcessGroup | None:
-        """Ranks that have the homes of this EP rank together; None: it is this one."""
-        if self.twins is None:
-            return self.expert_data
-        return self._new(self.job.part_sets, "parts") if self.job.row_division > 1 else None
 
     @cached_property
     def counts(self) -> dist.ProcessGroup:
@@ -206,16 +203,6 @@ class ProcessGroups:
         """``dispatch`` and ``counts`` once more, for a second batch at once."""
         dispatch = self._new(self.job.ep_sets, "dispatch 2")
         return dispatch, self._new(self.job.ep_sets, "counts 2") if self.backend == "gloo" else dispatch
-
-    @cached_property
-    def rows(self) -> dist.ProcessGroup:
-        """Ranks that have each row of an expert tensor once: `dispatch`, unless divided."""
-        return self._new(self.job.row_sets, "rows") if self.job.divided_rows else self.dispatch
-
-    @cached_property
-    def background(self) -> dist.ProcessGroup:
-        """A gloo group over all ranks, for work in a thread during training."""
-        return self._new([self.job.ranks], "background", "gloo")
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
         """Return a gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective."""
@@ -243,8 +230,6 @@ class ProcessGroups:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
         gloo go with the last who holds a group: the others have let go of theirs."""
         self.give_back(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
-        for purpose in _OF_BALANCING:
-            self.__dict__.pop(purpose, None)
         self.store.close()
 
     def close(self) -> None:
@@ -279,7 +264,9 @@ class ProcessGroups:
         return group
 
     def give_back(self, *groups: dist.ProcessGroup) -> None:
-        """End these groups."""
+        """End these groups, and let go of them."""
+        for name in [name for name, held in vars(self).items() if any(held is group for group in groups)]:
+            delattr(self, name)
         for group in groups:
             self._made = [other for other in self._made if other is not group]
             try:

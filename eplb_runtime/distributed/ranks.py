@@ -126,6 +126,10 @@ class Job:
 
     # -- sets of ranks, for all of the job -----------------------------------------------------------------------------
 
+    @property
+    def job_sets(self) -> Sets:
+        return [self.ranks]
+
     def ep_sets_of(self, stages: tuple[int, ...]) -> Sets:
         """The EP groups that hold these stages, in order."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
@@ -189,13 +193,6 @@ def job_ranks(ranks: Ranks) -> tuple[int, ...]:
     return job
 
 
-_EQUAL = {
-    "gradient_divisor": "the ranks give different gradient divisors, {}",
-    "divided_rows": "some ranks say that rows of experts are divided over EDP ranks, and others that they are not",
-    "divided_state": "some ranks say that EDP ranks divide the optimizer's state, and others that they do not",
-}
-
-
 def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[int], control: dist.ProcessGroup) -> Job:
     """Return the job, by one small all-gather on ``control``, whose ranks are ``everyone``. Raises GroupError on all
     ranks where they contradict each other."""
@@ -205,9 +202,9 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     words = gather_json([asdict(mine), list(stage_layers)], control)
     said = {rank: Ranks(**word) for rank, (word, _) in zip(everyone, words, strict=True)}
     layers = _layers_of_stage(said, [layers for _, layers in words])
-    for name, complaint in _EQUAL.items():
+    for name in ("gradient_divisor", "divided_rows", "divided_state"):
         if len(values := {getattr(one, name) for one in said.values()}) > 1:
-            raise GroupError(complaint.format(sorted(values)))
+            raise GroupError(f"ranks give different {name} in their Ranks: {sorted(values)}")
     if all(divided):
         raise GroupError("EDP ranks divide rows of experts or the optimizer's state, not both")
     sets = _ep_sets(said)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ try:
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
-    from .transformers.adapters import adapted_experts
+    from .transformers.adapters import adapted_experts, is_saved_with_adapters
     from .transformers.describe import follows_experts_interface
 except ImportError as error:
     raise ImportError(
@@ -79,20 +80,14 @@ class BalancedTrainerMixin(_TrainerBase):
         self._taken: tuple[Path, list[dict[str, Any]]] | None = None
         self._resumes_from: Path | None = None
         # The Trainer saves no optimizer of a model that the library has spread, and refuses to be asked: this one does.
-        given = (*arguments, *options.values())
-        models = [one for one in given if isinstance(one, nn.Module)]  # none: the trainer makes it from a name
-        may_be = not models or any(getattr(one, "is_distributed_loading_by_transformers", False) for one in models)
-        asked = [one for one in given if isinstance(one, TrainingArguments) and may_be]
-        saves_less = [args.save_only_model for args in asked]
+        given = (*arguments, *options.values(), SimpleNamespace(save_only_model=False))
+        asked: Any = next(one for one in given if isinstance(one, TrainingArguments | SimpleNamespace))
+        saves_less, asked.save_only_model = asked.save_only_model, True
         try:
-            for args in asked:
-                args.save_only_model = True
             super().__init__(*arguments, **options)
-            if asked:  # TRL's trainers have a copy of what they were given
-                self.args.save_only_model = saves_less[0]
+            self.args.save_only_model = saves_less  # TRL's trainers have a copy of what they were given
         finally:
-            for args, less in zip(asked, saves_less, strict=True):
-                args.save_only_model = less
+            asked.save_only_model = saves_less
         _refuse(self)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -125,7 +120,7 @@ class BalancedTrainerMixin(_TrainerBase):
             self.optimizer.load_state_dict(whole)
             self._taken = folder, whole["param_groups"]
         self.balancer = attach(self.model, self.optimizer, config=self._balancer_config, ep_group=self._ep_group)
-        if self._trained_experts - self._expert_adapters and not _is_whole(self.model):
+        if self._trained_experts - self._expert_adapters and is_saved_with_adapters(self.model):
             self.balancer.close()
             raise AttachError(
                 "PEFT saves adapters alone, and experts are trained, too: freeze them, or train without adapters"
@@ -241,9 +236,9 @@ class BalancedTrainerMixin(_TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only adapters here: experts are read when they are spread, by the rank that gets them."""
-        if self._is_spread and _is_whole(self.model):
+        if self._is_spread and not is_saved_with_adapters(self.model):
             self._read_anew(resume_from_checkpoint)
-        elif not _is_whole(self.model):
+        elif is_saved_with_adapters(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _read_anew(self, folder: str) -> None:
@@ -338,7 +333,7 @@ class BalancedTrainerMixin(_TrainerBase):
     @property
     def _exports(self) -> bool:
         """Whether saved folders hold the whole model, which all ranks write; adapters are whole on every rank."""
-        return self.balancer is not None and _is_whole(self.model)
+        return self.balancer is not None and not is_saved_with_adapters(self.model)
 
     @property
     def _trained_experts(self) -> set[str]:
@@ -352,11 +347,6 @@ class BalancedTrainerMixin(_TrainerBase):
         """Those of them that are adapters, which the library saves alone."""
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         return frozenset() if stage is None else stage.host.adapters
-
-
-def _is_whole(model: nn.Module) -> bool:
-    """Return whether the library saves all of it, and not adapters alone."""
-    return isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _is_json(path: Path) -> bool:

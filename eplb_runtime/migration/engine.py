@@ -33,7 +33,7 @@ from .schedule import Round, TransferSchedule, make_schedule
 
 logger = logging.getLogger("eplb_runtime")
 
-_POLL_SECONDS = 0.0003
+_POLL_SECONDS = 0.0002
 
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Record formats by layer, and why there are none."""
@@ -311,7 +311,7 @@ class MigrationEngine:
     def has_arrived(self, posted: PostedRound) -> bool:
         """Whether `arrive` would return without waiting for bytes. Never raises: a failure is noted for the vote."""
         with _noting_problems(posted):
-            return bool(posted.problem) or posted.exchange.pending.poll()
+            return posted.exchange.pending is None or bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
     def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
@@ -329,7 +329,7 @@ class MigrationEngine:
                     with self._timed("maps"):
                         posted.after = migration.schedule.after(migration.current, posted.round_)
                         posted.take_over = get_ready(posted.after, posted.round_.layers)
-            if posted.problem and not posted.timed_out:
+            if posted.problem and not posted.timed_out and exchange.pending is not None:
                 with _noting_problems(posted):
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
@@ -409,28 +409,16 @@ class MigrationEngine:
     # -- small words ---------------------------------------------------------------------------------------------
 
     def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Receive a round, hashing experts as they arrive."""
-        exchange, executor = posted.exchange, self.executor
-        all_here = False
-        while not all_here:
-            with self._timed("transfer"):
-                self._until(lambda: bool(executor.arrived(exchange)) or exchange.pending.poll(), posted, meanwhile)
-                arrived = executor.arrived(exchange)
-            self.probe(Phase.STAGED, arrived)
-            with self._timed("verify"):
-                all_here = executor.hash_arrived(exchange, arrived)
+        """Wait for the bytes of a round; TransportError: they are not here by its deadline."""
+        pending = posted.exchange.pending
+        assert pending is not None
         with self._timed("transfer"):
-            self._until(exchange.pending.poll, posted, meanwhile)
-            exchange.pending.wait(posted.deadline)
-
-    def _until(self, ready: Callable[[], bool], posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Wait until ``ready``; TransportError: not before the deadline."""
-        while not ready():
-            if time.monotonic() > posted.deadline:
-                posted.exchange.pending.wait(posted.deadline)
-            if meanwhile is not None:
-                meanwhile()
-            time.sleep(_POLL_SECONDS)
+            while not pending.poll() and time.monotonic() < posted.deadline:
+                if meanwhile is not None:
+                    meanwhile()
+                time.sleep(_POLL_SECONDS)
+            pending.wait(posted.deadline)
+        self.probe(Phase.STAGED, posted.exchange.staged)
 
     @contextlib.contextmanager
     def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:

@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product, takewhile
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..distributed.consensus import Agreement, Verdict, has_another
-from ..distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
+from ..distributed.transports.base import Message, Pending, Transport, TransportError
 from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
 from ..utils.checksums import CHECKSUM_BYTES, as_bytes, checksum_of
@@ -159,7 +159,6 @@ class Staged(NamedTuple):
         record: its bytes.
         target: the live memory that it goes to.
         messages: its bytes by message.
-        last: number of its last message among the received ones.
     """
 
     transfer: Transfer
@@ -167,7 +166,6 @@ class Staged(NamedTuple):
     record: Tensor
     target: Record
     messages: Sequence[Tensor] = ()
-    last: int = -1
 
 
 @dataclass
@@ -178,18 +176,14 @@ class Exchange:
         staged: records from other ranks, in the order of the schedule.
         within: transfers between slots of this rank.
         copied: pieces that stay on this rank, read before anything is written.
-        pending: all messages in flight.
-        incoming: experts among them.
-        arrived_checksums: of experts that have arrived, in the order of ``staged``.
+        pending: all messages in flight; None: they could not be posted.
         sent_checksums: checksums that each rank computed before it sent its experts.
     """
 
     staged: list[Staged] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
     copied: list[Staged] = field(default_factory=list)
-    pending: PendingGroup = field(default_factory=PendingGroup)
-    incoming: Pending | None = None
-    arrived_checksums: list[Tensor] = field(default_factory=list)
+    pending: Pending | None = None
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -312,35 +306,27 @@ class RoundExecutor:
             raise TransportError("an earlier round was not posted as a whole")
         self._posts_whole = False
         own = list(self._own(round_, records))
-        receives, checksums = self._expect(own, records, exchange)
-        departing: dict[int, list[list[Message]]] = defaultdict(list)
-        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it, which are computed
-        # while experts travel.
+        receives = self._expect(own, records, exchange)
+        departing: dict[int, list[Tensor]] = defaultdict(list)
+        sends = []
+        # Pairs of ranks send in the order of the schedule, and then the checksums of all of it.
         for shipment in own:
             if shipment.leaves is not None and shipment.arrives is None:
-                departing[shipment.destination].append(self._departing(shipment.destination, shipment.leaves))
-        sends = [message for experts in departing.values() for expert in experts for message in expert]
-        exchange.incoming = self._add(exchange, sends, receives)
-        self._add(exchange, self._checksums(departing), checksums)
+                messages = self._departing(shipment.leaves)
+                sends += [Message(shipment.destination, message) for message in messages]
+                departing[shipment.destination].append(checksum_of(messages))
+        sends += [Message(peer, torch.cat(sums)) for peer, sums in departing.items()]
+        exchange.pending = self._transport.post(sends, receives)
         self._posts_whole = True
 
-    def arrived(self, exchange: Exchange) -> list[Staged]:
-        """Records that have arrived and are not hashed yet, in order."""
-        left, incoming = exchange.staged[len(exchange.arrived_checksums) :], exchange.incoming
-        return list(takewhile(lambda s: incoming is not None and incoming.has(s.last), left))
-
-    def hash_arrived(self, exchange: Exchange, arrived: Sequence[Staged]) -> bool:
-        """Hash arrived records; returns whether all are."""
-        exchange.arrived_checksums += [checksum_of(s.messages) for s in arrived]
-        return len(exchange.arrived_checksums) == len(exchange.staged)
-
     def difference(self, exchange: Exchange) -> str:
-        """Name the first expert whose checksum changed on the way; empty: none. Only here the host waits for flags."""
+        """Hash what has arrived; name the first expert whose checksum changed on the way, "" for none. Only here the
+        host waits for flags."""
         if not exchange.staged:
             return ""
         sums_of = {peer: iter(sums.view(-1, CHECKSUM_BYTES)) for peer, sums in exchange.sent_checksums.items()}
         sent = torch.stack([next(sums_of[s.source]) for s in exchange.staged])
-        differs = (sent != torch.stack(exchange.arrived_checksums)).any(dim=1).tolist()
+        differs = (sent != torch.stack([checksum_of(s.messages) for s in exchange.staged])).any(dim=1).tolist()
         if not any(differs):
             return ""
         of = exchange.staged[differs.index(True)].transfer
@@ -392,11 +378,9 @@ class RoundExecutor:
             if any(record is not None and record.shards for record in (leaves, arrives)):
                 yield Shipment(transfer, source, destination, leaves, arrives)
 
-    def _expect(
-        self, own: Sequence[Shipment], records: Records, exchange: Exchange
-    ) -> tuple[list[Message], list[Message]]:
-        """Return messages of the experts that arrive here, and of their checksums. Notes the moves within the rank, and
-        reads pieces of them."""
+    def _expect(self, own: Sequence[Shipment], records: Records, exchange: Exchange) -> list[Message]:
+        """Return messages of experts that arrive here, and of their checksums. Notes moves within the rank, and reads
+        pieces of them."""
         receives: list[Message] = []
         for transfer, source, _, leaves, target in own:
             if target is None:
@@ -411,35 +395,23 @@ class RoundExecutor:
                 continue
             messages = [record[run.first : run.end] for run in segments_of(target, self.device)]
             receives += [Message(source, part) for part in messages]
-            exchange.staged.append(Staged(transfer, source, record, target, messages, len(receives) - 1))
+            exchange.staged.append(Staged(transfer, source, record, target, messages))
         for peer, experts in Counter(s.source for s in exchange.staged).items():
             exchange.sent_checksums[peer] = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
-        return receives, [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()]
+        return receives + [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()]
 
-    def _departing(self, peer: int, record: Record) -> list[Message]:
-        """Messages of one expert that leaves."""
+    def _departing(self, record: Record) -> list[Tensor]:
+        """Return the bytes of one expert that leaves, by message."""
         messages = []
         for run in segments_of(record, self.device):
             if run.direct:
-                messages.append(Message(peer, as_bytes(run.shards[0].memory)))
+                messages.append(as_bytes(run.shards[0].memory))
                 continue
             packed = self._departures.take(run.end - run.first)
             for shard in run.shards:
                 shard.within(packed, run.first).copy_(shard.memory)
-            messages.append(Message(peer, packed))
+            messages.append(packed)
         return messages
-
-    def _checksums(self, departing: Mapping[int, Sequence[Sequence[Message]]]) -> list[Message]:
-        """For each peer, the checksums of the experts sent to it."""
-        return [
-            Message(peer, torch.cat([checksum_of([message.data for message in expert]) for expert in experts]))
-            for peer, experts in departing.items()
-        ]
-
-    def _add(self, exchange: Exchange, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        pending = self._transport.post(sends, receives)
-        exchange.pending.add(pending)
-        return pending
 
     def _move_within(self, record_format: RecordFormat, chain: Sequence[tuple[int, int]]) -> None:
         """Carry out moves of one rank front to back; in a ring the first row is in spare memory until the last move."""

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ..config import launcher_environment
-from ..distributed.bandwidth import measure
 from ..distributed.consensus import first_problem
 from ..distributed.process_groups import backend_for
-from ..distributed.transports import TRANSPORTS, deepep, symmetric
+from ..distributed.transports import TRANSPORTS, deepep, measure, symmetric
 from ..distributed.transports.base import Transport, TransportError
 from ..topology import Topology
 from ..utils.jit import cache_folder, compiles, is_compiled

@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from ctypes import CDLL
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -175,13 +176,13 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 
 def untrained(run: Run) -> Iterator[str]:
-    """Name a parameter with a gradient, where no step changes any such (of experts; of the rest)."""
+    """Say which parameter has a gradient, where no step changes any such (of experts; of the rest)."""
     first, last = run.step(0).cells, run.step(run.length).cells
     trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
     for is_expert in (True, False):
         keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
         if keys and all(first[key].same_bits(last[key]) for key in keys):
-            yield keys[0][0]
+            yield f"{keys[0][0]} has gradients and no step changes it: does the optimizer step this model?"
 
 
 def shares(single: Run) -> Iterator[str]:
@@ -339,13 +340,9 @@ class Report:
         yield "the job repeats itself"
 
 
-Proof = Generator[str, Run, Report]
-"""Asks for runs, by the layout of a `Trial`."""
-
-
-def proof() -> Proof:
-    """Ask for one run after another, and return what they have shown."""
-    runs = [fixed := (yield "fixed")]
+def proof(run: Callable[[str], Run]) -> Report:
+    """Run a job in one layout of a `Trial` after another, and return what these have shown."""
+    runs = [fixed := run("fixed")]
     meta, found = fixed.meta, dict[str, Any](steps=max(0, fixed.length))
     found |= {"ranks": meta.get("ranks", 0), "notes": tuple(meta.get("notes", ()))}
 
@@ -358,7 +355,7 @@ def proof() -> Proof:
     if fixed.length < 1:
         what = "ended before its first optimizer step" if fixed.length == 0 else "reached no eplb_runtime.attach"
         return answer("unknown", f"the job {what} (the launcher must pass its environment on to the ranks)")
-    runs.append(moved := (yield "moved"))
+    runs.append(moved := run("moved"))
     difference = first_difference(fixed, moved)
     found["tensors"] = len({name for (name, _), cell in fixed.step(fixed.length).cells.items() if cell.kind != "given"})
     found["unregistered"] = tuple(moved.meta.get("unregistered", ()))
@@ -367,7 +364,7 @@ def proof() -> Proof:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
     if difference is None and not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
-    odd = first_difference(fixed, (yield "fixed")) if difference is not None else None
+    odd = first_difference(fixed, run("fixed")) if difference is not None else None
     found["repeats"] = odd is None
     if odd is not None:
         return answer("unknown", f"the job does not repeat itself: in a second run {odd}")
@@ -377,7 +374,7 @@ def proof() -> Proof:
     reason, replicas = str(meta["not_single"]), bool(meta["replica_slots"])
     found["single"] = {**plain(Closeness), "reason": reason}
     for layout in ["single"] * (not reason) + ["replicas"] * (replicas or difference is not None):
-        other = (yield layout) if replicas or layout == "single" else moved
+        other = run(layout) if replicas or layout == "single" else moved
         runs.append(other)
         if other.length < fixed.length:
             often = "every rank must call backward() as often"
@@ -398,10 +395,7 @@ def proof() -> Proof:
     doubts = [
         *(_HELD.format(**one) for one in found["unregistered"]),
         *(f"{one} could not be called by attach, and {reason}" for one in (meta["untried"] if reason else ())),
-        *(
-            f"{one} has gradients and no step changes it: does the optimizer step this model?"
-            for one in untrained(fixed)
-        ),
+        *untrained(fixed),
         *(() if reason else shares(runs[2])),
         *moved.meta["doubts"],
     ]
@@ -412,28 +406,26 @@ def proof() -> Proof:
 
 
 def _answer(run: Callable[[str, Path], Run], keep: Path | None = None) -> Report:
-    """Give a proof the runs that it asks for, each in a new folder."""
-    asking, number = proof(), 1
+    """Give each run of a proof a new folder."""
+    numbers = count(1)
     with tempfile.TemporaryDirectory(prefix="eplb_verify_") as temporary:
-        try:
-            layout = next(asking)
-            while True:
-                folder = (keep or Path(temporary)).resolve() / f"run-{number}-{layout}"
-                folder.mkdir(parents=True)
-                layout, number = asking.send(run(layout, folder)), number + 1
-        except StopIteration as stop:
-            return cast(Report, stop.value)
+
+        def run_in_folder(layout: str) -> Run:
+            folder = (keep or Path(temporary)).resolve() / f"run-{next(numbers)}-{layout}"
+            folder.mkdir(parents=True)
+            return run(layout, folder)
+
+        return proof(run_in_folder)
 
 
 def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = None) -> Report:
     """Run a command, as a user types it, in each layout for so many optimizer steps; its output and the progress go to
     stderr. The records and the output stay in ``keep``, or are deleted."""
-    lengths = list[int]()
 
     def run(layout: str, folder: Path) -> Run:
-        most = max(lengths[:1], default=0) or steps  # where a job ends sooner, the other runs end there
-        found = _run(command, Trial(layout, most, str(folder)), folder.name.replace("-", " "))
-        lengths.append(max(0, found.length))
+        nonlocal steps
+        found = _run(command, Trial(layout, steps, str(folder)), folder.name.replace("-", " "))
+        steps = min(steps, found.length) if found.length > 0 else steps  # where a job ends sooner, the others end there
         return found
 
     return _answer(run, keep)

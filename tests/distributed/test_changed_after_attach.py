@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import training
+from support.job import Job, Run, of_next_tokens
 from support.moe_models import batch_of, make_model
 from support.ranks import run_ranks
 from support.seen import assert_refused, differing, digests
 from support.shuffle import with_replicas
-from support.training import config_from_settings
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -23,19 +24,24 @@ EXPERTS = 8
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 State = dict[str, Tensor]
 OPEN: list[eplb.Balancer] = []
+SETTINGS = {"interval": 2, "lag": 1, "gate": "always", "guard": "raise"}
 
 
 def attach(model: nn.Module, optimizer: Any = None, **options: Any) -> eplb.Balancer:
     """A balancer that is closed after its case: threads of connections that stay open wake a hundred times a second."""
-    settings = {"interval": 2, "lag": 1, "gate": "always", "dense_gradients": "allreduce", "guard": "raise", **options}
-    OPEN.append(eplb.attach(model, optimizer, config=config_from_settings(settings)))
+    OPEN.append(training.attach(model, optimizer, **{**SETTINGS, **options}))
     return OPEN[-1]
 
 
-def attached(make: Any = AdamW, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    """A model, its optimizer, and their balancer."""
-    model = make_model("olmoe", experts=EXPERTS)
-    return model, (optimizer := make(model.parameters())), attach(model, optimizer, **options)
+def batches(rank: int, step: int) -> Tensor:
+    return batch_of(rank, step) % 12 + 12 * (step // 4)
+
+
+def attached(make: Any = AdamW, **options: Any) -> Run:
+    job = Job(optimizer=make, batches=batches, planner=eplb.plan, settings={**SETTINGS, **options})
+    run = Run(dist.get_rank(), job).attach()
+    OPEN.append(run.balancer)
+    return run
 
 
 def closing(case: Callable[[], Any]) -> Callable[[], Any]:
@@ -49,15 +55,10 @@ def closing(case: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    ids = batch_of(dist.get_rank(), step) % 12 + 12 * (step // 4)
-    return model(input_ids=ids, labels=ids).loss
-
-
 def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 5, first: int = 0) -> None:
     model.train()
     for step in range(first, first + steps):
-        loss_of(model, step).backward()
+        of_next_tokens(model, batches(dist.get_rank(), step)).backward()
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -131,13 +132,12 @@ def halve_experts(model: nn.Module) -> None:
 
 
 def written_between_steps(**options: Any) -> State:
-    model, optimizer, balancer = attached(partial(SGD, lr=0.1), **options)
+    run = attached(partial(SGD, lr=0.1), **options)
     for _ in range(2):
-        train(model, optimizer, steps=2)
-        halve_experts(model)
-        balancer.weights_changed()
-    train(model, optimizer, steps=2)
-    return eplb.logical_state_dict(model, optimizer)
+        run.train(2)
+        halve_experts(run.model)
+        run.balancer.weights_changed()
+    return run.train(2).state()
 
 
 def right(rank: int) -> list[dict[str, str]]:
@@ -165,39 +165,32 @@ def not_adopted() -> None:
 
 
 def unknown_second_optimizer() -> None:
-    model, _, _ = attached()
-    loss_of(model, 0).backward()
-    AdamW([model.lm_head.weight]).step()
+    run = attached()
+    run.backward(run.forward())
+    AdamW([run.model.lm_head.weight]).step()
 
 
 def adopted_what_another_has() -> None:
-    model, _, balancer = attached()
-    balancer.adopt(AdamW([model.lm_head.weight]))
-
-
-def let_go() -> tuple[nn.Module, eplb.Balancer, torch.optim.Optimizer, torch.optim.Optimizer]:
-    model, old, balancer = attached()
-    train(model, old, steps=1)
-    return model, balancer, old, SGD(model.parameters())
+    run = attached()
+    run.balancer.adopt(AdamW([run.model.lm_head.weight]))
 
 
 def stepped_after_it_was_let_go() -> None:
-    model, balancer, old, new = let_go()
-    balancer.adopt(new, instead_of=old)
-    train(model, old)
+    run = attached().train(1)
+    run.balancer.adopt(SGD(run.model.parameters()), instead_of=run.optimizer)
+    run.train(5)
 
 
 def adopted_inside_a_step() -> None:
-    model, balancer, old, new = let_go()
-    loss_of(model, 1).backward()
-    balancer.adopt(new, instead_of=old)
+    run = attached().train(1)
+    run.backward(run.forward())
+    run.balancer.adopt(SGD(run.model.parameters()), instead_of=run.optimizer)
 
 
 def written_and_not_said() -> None:
-    model, optimizer, _ = attached(**with_copies())
-    train(model, optimizer, steps=1)
-    halve_experts(model)
-    train(model, optimizer)
+    run = attached(**with_copies()).train(1)
+    halve_experts(run.model)
+    run.train(5)
 
 
 def adapters_unknown() -> None:
@@ -211,10 +204,10 @@ def adapters_unknown() -> None:
 
 
 def replaced() -> None:
-    model, optimizer, _ = attached()
-    experts = model.model.layers[1].mlp.experts
+    run = attached()
+    experts = run.model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.detach().clone())
-    train(model, optimizer)
+    run.train(5)
 
 
 def unfrozen_with_copies() -> None:
@@ -236,8 +229,7 @@ def in_ddp_before() -> None:
 
 def each_rank_a_part() -> None:
     """An optimizer that updates on each rank a part of what it lists and sends the others that."""
-    model, optimizer, _ = attached(partial(ZeroRedundancyOptimizer, optimizer_class=AdamW))
-    train(model, optimizer)
+    attached(partial(ZeroRedundancyOptimizer, optimizer_class=AdamW)).train(5)
 
 
 REFUSED: dict[str, Callable[[], None]] = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support import training
-from support.moe_models import batch_of, make_model
+from support.job import Job, Run, changing
+from support.moe_models import make_model
 from support.ranks import run_ranks
 from support.seen import assert_refused, differing
-from support.shuffle import plan_by, plan_shuffle
+from support.shuffle import plan_shuffle
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import eplb_runtime as eplb
-from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.checkpoint import LogicalState
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.planner.policies import shuffled
@@ -36,129 +36,95 @@ from eplb_runtime.planner.policies import shuffled
 EXPERTS = 8
 PARTS = 4
 """The batch of a step: each rank takes its share of so many parts."""
-BEFORE, AFTER = range(4), range(4, 8)
+BEFORE = AFTER = 4
 """Steps ahead of a checkpoint and after it: experts move in both."""
 
 State = dict[str, torch.Tensor]
 Saved = Callable[[int], tuple[Path, list[dict[str, Any]]]]
 
 
-@dataclass(frozen=True)
-class Job:
-    family: str = "olmoe"
-    optimizer: str = "AdamW"
-    dtype: torch.dtype = torch.float32
-    replica_slots: int = 0
-    attached: bool = True
-    seed: int = 0
-    ep_size: int | None = None
-    sliced: bool = False
+def share_of_step(rank: int, step: int) -> torch.Tensor:
+    """This rank's part of a batch that is the same at any world size."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parts = range(rank * PARTS // ranks, (rank + 1) * PARTS // ranks)
+    return torch.cat([changing(part, step) for part in parts])
 
 
-def scrambled(layers: int, ranks: int, job: Job) -> eplb.Placement:
-    """Experts anywhere, otherwise than logical order in each layer, and for each job."""
-    start = eplb.Placement.initial(layers, EXPERTS, ranks, job.replica_slots).with_epoch(2 * job.seed)
-    return shuffled(start, np.ones((layers, EXPERTS))).with_epoch(0)
+def in_two_groups(parameters: list[nn.Parameter], kind: str = "AdamW", **options: Any) -> torch.optim.Optimizer:
+    groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 2e-3}]
+    return getattr(torch.optim, kind)(groups, lr=3e-3, **options)
 
 
-def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Balancer | None]:
-    model = make_model(job.family, experts=EXPERTS, seed=job.seed).to(job.dtype)
-    settings: dict[str, Any] = {"interval": 3, "gate": "always", "replica_slots": job.replica_slots}
-    places = None
-    if job.attached:
-        ranks = job.ep_size or dist.get_world_size()
-        places, settings["initial_placement"] = (ranks, dist.get_world_size() // ranks), scrambled(2, ranks, job)
-    if job.sliced:
-        settings["dense_gradients"] = "host"
-        training.shard(model, *places, **settings)
-    experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    others = [p for name, p in model.named_parameters() if ".experts." not in name]
-    groups = [{"params": others}, {"params": experts, "lr": 2e-3}]
-    options: dict[str, Any] = {"AdamW": {"weight_decay": 0.1}, "SGD": {"momentum": 0.9}}.get(job.optimizer, {})
-    optimizer = getattr(torch.optim, job.optimizer)(groups, lr=3e-3, **options)
-    if not job.attached:
-        return model, optimizer, None
-    group = training.meshes(*places)[0]["ep"].get_group() if job.ep_size else None
-    balancer = training.attach(model, optimizer, ep_group=group, **settings)
-    plan_by(balancer, plan_shuffle)  # every decision moves something
-    return model, optimizer, balancer
+ADAMW = partial(in_two_groups, weight_decay=0.1)
+SGD = partial(in_two_groups, kind="SGD", momentum=0.9)
+REPLICAS = {"replica_slots": 1}
+job = partial(Job, optimizer=ADAMW, batches=share_of_step, planner=plan_shuffle)
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int = 0, world_size: int = 1
-) -> list[float]:
-    """Losses of this rank, of a batch of ``PARTS`` parts that is the same at any world size."""
-    losses = []
-    model.train()
-    for step in steps:
-        share = PARTS // world_size
-        ids = torch.cat([batch_of(part, step) % 12 + 12 * (step // 2 % 7) for part in range(PARTS)])
-        losses.append(training.step(model, optimizer, ids[rank * 2 * share : (rank + 1) * 2 * share]))
-    return losses
+def attached(rank: int, job: Job) -> Run:
+    """Experts are anywhere, otherwise than in logical order in each layer, and for each seed."""
+    replica_slots = job.settings.get("replica_slots", 0)
+    ranks = job.ep or dist.get_world_size()
+    start = eplb.Placement.initial(2, EXPERTS, ranks, replica_slots).with_epoch(2 * job.seed)
+    scrambled = shuffled(start, np.ones((2, EXPERTS))).with_epoch(0)
+    settings = {"interval": 3, "lag": 1, "initial_placement": scrambled, **job.settings}
+    return Run(rank, replace(job, settings=settings)).attach()
 
 
 def save_and_go_on(rank: int, job: Job, folder: str, how: str) -> dict[str, Any]:
     """Train, save, train on: what a run that is never interrupted does."""
-    model, optimizer, balancer = build(job)
-    train(model, optimizer, BEFORE, rank, dist.get_world_size())
-    assert not balancer.events.of_type(RebalanceAborted)
+    run = attached(rank, job).train(BEFORE)
+    assert not run.balancer.events.of_type(RebalanceAborted)
     if how == "app":
-        dcp.save({"app": LogicalState(model, optimizer), "model": {"a": torch.ones(3)}}, checkpoint_id=folder)
+        app = LogicalState(run.model, run.optimizer)
+        dcp.save({"app": app, "model": {"a": torch.ones(3)}}, checkpoint_id=folder)
     else:
-        eplb.checkpoint.save(folder, model, optimizer, format=how)
-    return found(rank, model, optimizer, balancer)
+        eplb.checkpoint.save(folder, run.model, run.optimizer, format=how)
+    return found(run)
 
 
-def load_and_go_on(rank: int, job: Job, folder: str, key: str = "") -> dict[str, Any]:
+def load_and_go_on(rank: int, job: Job, folder: str, key: str, balanced: bool) -> dict[str, Any]:
     """Another process that starts from the checkpoint, from other weights and other options."""
-    model, optimizer, balancer = build(replace(job, seed=job.seed + 1))
-    for group in optimizer.param_groups:
+    job = replace(job, seed=job.seed + 1)
+    run = attached(rank, job) if balanced else Run(rank, job)
+    run.steps = BEFORE
+    for group in run.optimizer.param_groups:
         group["lr"] = 1.0
-    eplb.checkpoint.load(folder, model, optimizer, key=key)
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 2e-3]
-    return found(rank, model, optimizer, balancer)
+    eplb.checkpoint.load(folder, run.model, run.optimizer, key=key)
+    assert [group["lr"] for group in run.optimizer.param_groups] == [3e-3, 2e-3]
+    return found(run)
 
 
-def take_and_go_on(rank: int, job: Job, state: State) -> dict[str, Any]:
+def take_and_go_on(rank: int, job: Job, state: State, balanced: bool) -> dict[str, Any]:
     """One in memory, by an optimizer that has state already."""
-    model, optimizer, balancer = build(replace(job, seed=job.seed + 1))
-    train(model, optimizer, BEFORE, rank, dist.get_world_size())
-    eplb.load_logical_state_dict(model, optimizer, state)
-    return found(rank, model, optimizer, balancer)
+    job = replace(job, seed=job.seed + 1)
+    run = (attached(rank, job) if balanced else Run(rank, job)).train(BEFORE)
+    eplb.load_logical_state_dict(run.model, run.optimizer, state)
+    return found(run)
 
 
-def loaded_alone(folder: Path) -> State:
-    """By this process, without a balancer."""
-    model, optimizer, _ = build(Job(attached=False, seed=1))
-    eplb.checkpoint.load(folder, model, optimizer)
-    return eplb.logical_state_dict(model, optimizer)
-
-
-def found(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, balancer: Balancer | None) -> dict[str, Any]:
+def found(run: Run) -> dict[str, Any]:
     """State and placement as they are, and what a run makes of them."""
-    return {
-        "state": eplb.logical_state_dict(model, optimizer),
-        "placement": balancer.placement if balancer is not None else None,
-        "losses": train(model, optimizer, AFTER, rank, dist.get_world_size()),
-        "after": eplb.logical_state_dict(model, optimizer),
-    }
+    state, placement = run.state(), run.balancer.placement if hasattr(run, "balancer") else None
+    run.losses.clear()
+    return {"state": state, "placement": placement, "losses": run.train(AFTER).losses, "after": run.state()}
 
 
 JOBS = {
-    "AdamW": (Job("mixtral", ep_size=2), "safetensors"),
-    "SGD, biases, DCP": (Job("gpt_oss", "SGD"), "app"),
-    "bfloat16, buffers": (Job("deepseek_v3", dtype=torch.bfloat16), "safetensors"),
-    "Adagrad, replicas": (Job("olmoe", "Adagrad", replica_slots=1), "safetensors"),
-    "slices": (Job("gpt_oss", ep_size=2, sliced=True), "safetensors"),
+    "AdamW": (job(family="mixtral", ep=2), "safetensors"),
+    "SGD, biases, DCP": (job(family="gpt_oss", optimizer=SGD), "app"),
+    "bfloat16, buffers": (job(family="deepseek_v3", dtype=torch.bfloat16), "safetensors"),
+    "Adagrad, replicas": (job(optimizer=partial(in_two_groups, kind="Adagrad"), settings=REPLICAS), "safetensors"),
+    "slices": (job(family="gpt_oss", ep=2, sliced=True), "safetensors"),
 }
 PLACES: dict[str, tuple[int, int, list[str], dict[str, Any]]] = {
     "4 to 4": (4, 4, list(JOBS), {}),
-    "4 to slices": (4, 4, ["SGD, biases, DCP"], {"ep_size": 2, "sliced": True}),
-    "4 to 2": (4, 2, list(JOBS), {"replica_slots": 0, "sliced": False}),
-    "4 to no balancer": (4, 1, list(JOBS), {"attached": False, "sliced": False}),
-    "2 to 4 with replicas": (2, 4, ["AdamW", "Adagrad, replicas"], {"replica_slots": 1}),
+    "4 to slices": (4, 4, ["SGD, biases, DCP"], {"ep": 2, "sliced": True}),
+    "4 to 2": (4, 2, list(JOBS), {"settings": {}, "sliced": False}),
+    "4 to no balancer": (4, 1, list(JOBS), {"sliced": False}),
+    "2 to 4 with replicas": (2, 4, ["AdamW", "Adagrad, replicas"], {"settings": REPLICAS}),
 }
-"""Ranks that save and that load, which jobs, and what of the job is otherwise then."""
+"""Ranks that save and that load, which jobs, and what of the job is otherwise then; one rank has no balancer."""
 IN_MEMORY = "AdamW"
 """What is saved so is taken once more, as `logical_state_dict` gives it."""
 
@@ -169,13 +135,12 @@ def save_all(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_all(rank: int, folder: Path, names: list[str], otherwise: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found = {}
+    found, balanced = {}, dist.get_world_size() > 1
     for name in names:
-        job, how = JOBS[name]
-        key = "app" if how == "app" else ""
-        found[name] = load_and_go_on(rank, replace(job, **otherwise), str(folder / name), key)
+        job, how = replace(JOBS[name][0], **otherwise), JOBS[name][1]
+        found[name] = load_and_go_on(rank, job, str(folder / name), "app" if how == "app" else "", balanced)
         if name == IN_MEMORY:
-            found["in memory"] = take_and_go_on(rank, replace(job, **otherwise), found[name]["state"])
+            found["in memory"] = take_and_go_on(rank, job, found[name]["state"], balanced)
     return found
 
 
@@ -212,7 +177,7 @@ def test_it_loads_bit_equal_anywhere(place: str, saved_by: Saved) -> None:
         if place == "4 to 4":
             # The warm start: the same placement, hence the very same bits ever after.
             assert [r["placement"].digest() for r in loaded] == [r["placement"].digest() for r in saved]
-            if not job.replica_slots:
+            if not job.settings:
                 assert [r["losses"] for r in loaded] == [r["losses"] for r in saved]
                 assert differing(saved[0]["after"], loaded[0]["after"]) == []
 
@@ -242,8 +207,8 @@ def test_the_library_reads_what_each_rank_has_written_a_share_of(name: str, key:
 
 def plain_load(folder: str) -> State:
     """DCP's own calls, no balancer and none of our code."""
-    model, optimizer, _ = build(Job(attached=False, seed=1))
-    train(model, optimizer, range(1))
+    run = Run(0, job(seed=1)).train(1)
+    model, optimizer = run.model, run.optimizer
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
@@ -253,7 +218,7 @@ def plain_load(folder: str) -> State:
 @pytest.mark.long
 def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_experts(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    saved = run_ranks(4, save_and_go_on, Job(), folder, "dcp")
+    saved = run_ranks(4, save_and_go_on, job(), folder, "dcp")
     assert differing(saved[0]["state"], plain_load(folder)) == []
     placement = saved[0]["placement"]
     storage = dcp.FileSystemReader(folder).read_metadata().storage_data
@@ -269,10 +234,9 @@ def test_plain_dcp_reads_whole_tensors_to_which_each_rank_has_written_its_own_ex
 
 def wrapped(rank: int) -> None:
     """What a host puts around the model changes no name."""
-    model, optimizer, _ = build(Job())
-    expected = eplb.logical_state_dict(model, optimizer)
-    for outer in (nn.parallel.DistributedDataParallel(model), torch.compile(model)):
-        assert differing(expected, eplb.logical_state_dict(outer, optimizer)) == []
+    run = attached(rank, job())
+    for outer in (nn.parallel.DistributedDataParallel(run.model), torch.compile(run.model)):
+        assert differing(run.state(), eplb.logical_state_dict(outer, run.optimizer)) == []
     plain = make_model("olmoe")
     expected = eplb.logical_state_dict(plain)
     assert differing(expected, eplb.logical_state_dict(torch.compile(plain))) == []
@@ -288,21 +252,19 @@ def test_wrappers_are_looked_through() -> None:
 
 def roll_back(rank: int, folder: str) -> None:
     """Plain ``dcp.load`` into a job that runs: its optimizer has state to load into."""
-    model, optimizer, balancer = build(Job())
-    train(model, optimizer, BEFORE, rank, 2)
-    state = {"app": LogicalState(model, optimizer)}
+    run = attached(rank, job()).train(BEFORE)
+    state = {"app": LogicalState(run.model, run.optimizer)}
     dcp.save(state, checkpoint_id=folder)
-    expected = eplb.logical_state_dict(model, optimizer)
-    placement = balancer.placement
-    plan_by(balancer, plan_shuffle)
-    losses = train(model, optimizer, AFTER, rank, 2)
-    assert balancer.placement.digest() != placement.digest()
-    for group in optimizer.param_groups:
+    expected, placement = run.state(), run.balancer.placement
+    losses = run.train(AFTER).losses[BEFORE:]
+    assert run.balancer.placement.digest() != placement.digest()
+    for group in run.optimizer.param_groups:
         group["lr"] = 1.0
     dcp.load(state, checkpoint_id=folder)
-    assert balancer.placement.digest() == placement.digest()
-    assert differing(expected, eplb.logical_state_dict(model, optimizer)) == []
-    assert train(model, optimizer, AFTER, rank, 2) == losses
+    assert run.balancer.placement.digest() == placement.digest()
+    assert differing(expected, run.state()) == []
+    run.steps = BEFORE
+    assert run.train(AFTER).losses[-AFTER:] == losses
 
 
 def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
@@ -310,9 +272,9 @@ def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
 
 
 def refused(rank: int, folder: str) -> None:
-    model, optimizer, _ = build(Job())
-    before = eplb.logical_state_dict(model, optimizer)
-    fresh = LogicalState(*build(Job())[:2])
+    run, other = attached(rank, job()), attached(rank, job())
+    model, optimizer, before = run.model, run.optimizer, run.state()
+    fresh = LogicalState(other.model, other.optimizer)
     larger, smaller = (make_model("olmoe", experts=EXPERTS, layers=layers) for layers in (3, 1))
     wider = make_model("olmoe", experts=EXPERTS * 2)
     sgd, one_group = torch.optim.SGD(wider.parameters(), lr=1), torch.optim.AdamW(model.parameters())
@@ -333,14 +295,13 @@ def refused(rank: int, folder: str) -> None:
         "several with different options when saved": lambda: load(folder, model, one_group),
     }
     assert_refused(cases)
-    assert differing(before, eplb.logical_state_dict(model, optimizer)) == []
+    assert differing(before, run.state()) == []
 
 
 def save_twice(rank: int, folder: str) -> None:
-    model, optimizer, _ = build(Job())
-    train(model, optimizer, range(2), rank, 2)
-    eplb.checkpoint.save(folder, model, optimizer)
-    dcp.save({"app": LogicalState(model, optimizer)}, checkpoint_id=folder + "-app")
+    run = attached(rank, job()).train(2)
+    eplb.checkpoint.save(folder, run.model, run.optimizer)
+    dcp.save({"app": LogicalState(run.model, run.optimizer)}, checkpoint_id=folder + "-app")
 
 
 def test_what_does_not_fit_is_refused_with_one_line_and_nothing_is_changed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support import training
+from support.job import Run
 from support.moe_models import make_model
 from support.pipeline_models import make_stages
 from support.ranks import run_ranks
 from support.seen import assert_refused, differing, heard, said_by
-from test_checkpoint import Job, State, build, loaded_alone, save_and_go_on, train
+from test_checkpoint import State, attached, job, save_and_go_on
 from torch import nn
 
 import eplb_runtime as eplb
@@ -40,9 +41,8 @@ from eplb_runtime.planner.policies import shuffled
 
 def load_damaged(rank: int, folder: Path, positions: list[tuple[str, int, int]]) -> list[str]:
     """Flip one bit after the other, and say what a load does about each."""
-    model, optimizer, _ = build(Job(seed=1))
-    train(model, optimizer, range(1), rank, dist.get_world_size())
-    before, said = eplb.logical_state_dict(model, optimizer), []
+    run = attached(rank, job(seed=1)).train(1)
+    before, said = run.state(), []
 
     def flip_one(name: str, at: int, bit: int) -> None:
         dist.barrier()
@@ -52,10 +52,10 @@ def load_damaged(rank: int, folder: Path, positions: list[tuple[str, int, int]])
 
     for position in positions:
         flip_one(*position)
-        said.append(said_by(lambda: eplb.checkpoint.load(folder, model, optimizer)))
+        said.append(said_by(lambda: eplb.checkpoint.load(folder, run.model, run.optimizer)))
         flip_one(*position)
-        assert differing(before, eplb.logical_state_dict(model, optimizer)) == [], "nothing is changed"
-    eplb.checkpoint.load(folder, model, optimizer)
+        assert differing(before, run.state()) == [], "nothing is changed"
+    eplb.checkpoint.load(folder, run.model, run.optimizer)
     return said
 
 
@@ -75,7 +75,7 @@ def places(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def test_every_flipped_bit_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
-    run_ranks(2, save_and_go_on, Job(), str(tmp_path), "safetensors")
+    run_ranks(2, save_and_go_on, job(), str(tmp_path), "safetensors")
     positions = places(tmp_path)
     of_ranks = run_ranks(2, load_damaged, tmp_path, positions)
     for (name, *_), *said in zip(positions, *of_ranks, strict=True):
@@ -155,8 +155,8 @@ def fails_on_one(rank: int, folder: str) -> list[str]:
         dist.barrier()
         return found
 
-    model, optimizer, _ = build(Job())
-    train(model, optimizer, range(1), rank, 2)
+    run = attached(rank, job()).train(1)
+    model, optimizer = run.model, run.optimizer
     eplb.checkpoint.save(folder, model, optimizer)
     before = files()
     for what in ("room", "kind"):
@@ -177,23 +177,11 @@ def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_st
     assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
 
 
-@pytest.mark.long
-def test_a_rank_that_cannot_write_leaves_files_that_others_are_writing(tmp_path: Path) -> None:
-    def of_rank_1() -> Iterator[disk.Named]:
-        yield "model", "a", torch.ones(1)
-        raise OSError(28, "No space left on device")
-
-    written = disk.write_tensors(tmp_path, 0, "0" * 16, [("model", "a", torch.ones(1))])
-    with pytest.raises(OSError, match="No space left"):
-        disk.write_tensors(tmp_path, 1, "0" * 16, of_rank_1())
-    assert {path.name for path in tmp_path.iterdir()} == set(written)
-
-
 def save_in_the_background(rank: int, folder: str) -> list[State]:
     """Training goes on, with a commit, while the first save is held; the second one and a load wait for it."""
-    model, optimizer, balancer = build(Job())
-    train(model, optimizer, range(3), rank, 2)
-    states = [eplb.logical_state_dict(model, optimizer)]
+    run = attached(rank, job()).train(3)
+    model, optimizer, balancer = run.model, run.optimizer, run.balancer
+    states = [run.state()]
     begin, write = threading.Event(), disk._write
 
     def waiting(*args: Any) -> None:
@@ -203,19 +191,19 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
     disk._write = waiting
     first = eplb.checkpoint.async_save(f"{folder}/0", model, optimizer)
     before = len(balancer.events.of_type(RebalanceCommitted))
-    train(model, optimizer, range(3, 9), rank, 2)
+    run.train(6)
     assert len(balancer.events.of_type(RebalanceCommitted)) > before
-    states.append(eplb.logical_state_dict(model, optimizer))
+    states.append(run.state())
     second = eplb.checkpoint.async_save(f"{folder}/1", model, optimizer)
-    train(model, optimizer, range(9, 10), rank, 2)
+    run.train(1)
     assert not first.done()
     begin.set()
     eplb.checkpoint.load(f"{folder}/1", model, optimizer)
     assert first.done() and second.done()
-    assert differing(states[1], eplb.logical_state_dict(model, optimizer)) == []
+    assert differing(states[1], run.state()) == []
     groups = [balancer.runtime.groups.background.group_name]
     balancer.close()
-    states.append(eplb.logical_state_dict(model, optimizer))
+    states.append(run.state())
     eplb.checkpoint.async_save(f"{folder}/2", model, optimizer).result(60)
     groups.append(balancer.runtime.groups.background.group_name)
     assert groups[0] != groups[1], "ranks would look for the first group's addresses"
@@ -225,7 +213,9 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
 def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
     states = run_ranks(2, save_in_the_background, str(tmp_path))[0]
     for number, state in enumerate(states):
-        assert differing(state, loaded_alone(tmp_path / str(number))) == []
+        here = Run(0, job(seed=1))  # without a balancer
+        eplb.checkpoint.load(tmp_path / str(number), here.model, here.optimizer)
+        assert differing(state, here.state()) == []
 
 
 def save_stages(rank: int, folder: str) -> str:

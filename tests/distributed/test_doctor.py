@@ -15,9 +15,9 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from eplb_runtime.cli import main
-from eplb_runtime.distributed import bandwidth
+from eplb_runtime.distributed import transports
 from eplb_runtime.distributed.transports import TRANSPORTS
-from eplb_runtime.distributed.transports.base import Message, Pending, PendingGroup, Transport, TransportError
+from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
 from eplb_runtime.tools import doctor
 from eplb_runtime.tools.doctor import try_transports
 from eplb_runtime.topology import Topology
@@ -77,7 +77,7 @@ class Modelled(Transport):
         self.sizes.append(sends[0].data.shape[0])
         speed = self.inside if sends[0].peer // 2 == self.rank // 2 else self.between
         self.clock += 50e-6 + self.sizes[-1] / speed
-        return PendingGroup()
+        return Pending()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
@@ -85,16 +85,16 @@ class Modelled(Transport):
     def close(self) -> None: ...
 
 
-SIZES = bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS
+SIZES = transports.FIRST_BYTES, transports.LEAST_SECONDS
 """What a job measures with; ranks of other tests have it shorter (`ranks`)."""
 
 
 def measure_modelled(rank: int, inside: float, between: float, sizes: tuple[int, float]) -> tuple[Topology, list[int]]:
-    bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS = sizes
+    transports.FIRST_BYTES, transports.LEAST_SECONDS = sizes
     transport = Modelled(rank, inside * (1 + rank), between)  # the slowest rank counts
-    bandwidth.time = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: transport.clock)
+    transports.time = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: transport.clock)
     control = dist.new_group(backend="gloo")
-    return bandwidth.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
+    return transports.measure(Topology(4, 2), transport, rank, control, 30.0), transport.sizes
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ def test_a_link_is_measured_as_what_it_is(inside: float, between: float) -> None
     assert all(other == topology for other, _ in results)
     for measured, real in ((topology.intra_node_bandwidth, inside), (topology.inter_node_bandwidth, between)):
         assert 0.75 * real < measured < real
-    assert max(sizes) <= bandwidth.MOST_BYTES["cpu"]
+    assert max(sizes) <= transports.MOST_BYTES["cpu"]
     if inside > 1e11:
         assert max(sizes) > SIZES[0], "the first message is too small"
     else:
@@ -115,7 +115,7 @@ def test_a_link_is_measured_as_what_it_is(inside: float, between: float) -> None
 def fail_on_one_rank(rank: int) -> str:
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
     with pytest.raises(TransportError) as raised:
-        bandwidth.measure(Topology(4, 2), Modelled(rank, 1e9, 1e9, fails=rank == 1), rank, control, 2.0)
+        transports.measure(Topology(4, 2), Modelled(rank, 1e9, 1e9, fails=rank == 1), rank, control, 2.0)
     return str(raised.value)
 
 

@@ -5,39 +5,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support import training
+from support.job import Job, Run, of_family
 from support.live_memory import LiveMemory
-from support.moe_models import FAMILIES, make_model
+from support.moe_models import FAMILIES
 from support.ranks import run_ranks
 from support.seen import assert_refused, said_by, same
 from torch import nn
 
 import eplb_runtime as eplb
-from eplb_runtime.checkpoint import CheckpointError, disk
+from eplb_runtime.checkpoint import CheckpointError, disk, stream
 from eplb_runtime.checkpoint.state import LogicalView
 
 EXPERTS = 8
-
-
-@dataclass(frozen=True)
-class Job:
-    """An export on four ranks."""
-
-    family: str = "olmoe"
-    options: tuple[tuple[str, Any], ...] = (("max_shard_size", "40KB"),)
-    ep_size: int = 4
-    sliced: bool = False
-    replica_slots: int = 0
-    tied: bool = False
-    width: int = 32
 
 
 def scrambled(ranks: int, replica_slots: int = 0) -> eplb.Placement:
@@ -48,22 +36,18 @@ def scrambled(ranks: int, replica_slots: int = 0) -> eplb.Placement:
     return eplb.Placement(slots, EXPERTS, ranks, initial.home[:, ::-1])
 
 
+def job(family: str = "olmoe", *, ep: int = 4, replica_slots: int = 0, **more: Any) -> Job:
+    """On four ranks."""
+    settings = {"initial_placement": scrambled(ep, replica_slots), "replica_slots": replica_slots}
+    return Job(family=family, ep=ep, optimizer=None, settings=settings, **more)
+
+
 def whole_model(job: Job) -> nn.Module:
-    return make_model(job.family, experts=EXPERTS, width=job.width, tied=job.tied)
+    return job.model(job)
 
 
 def attached(job: Job) -> nn.Module:
-    model = whole_model(job)
-    settings = {
-        "initial_placement": scrambled(job.ep_size, job.replica_slots),
-        "dense_gradients": "host" if job.sliced else "allreduce",
-        "replica_slots": job.replica_slots,
-    }
-    places = job.ep_size, 4 // job.ep_size
-    if job.sliced:
-        training.shard(model, *places, **settings)
-    training.attach(model, ep_group=training.meshes(*places)[0]["ep"].get_group(), **settings)
-    return model
+    return Run(dist.get_rank(), job).attach().model
 
 
 def streamed(balancer: eplb.Balancer, **options: Any) -> dict[str, torch.Tensor]:
@@ -71,12 +55,17 @@ def streamed(balancer: eplb.Balancer, **options: Any) -> dict[str, torch.Tensor]
     return {name: tensor.clone() for name, tensor in stream}
 
 
+def options_of(name: str) -> dict[str, Any]:
+    return {"max_shard_size": "40KB", "save_original_format": name != "names as in the model"}
+
+
 def export(rank: int, jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
     """Each to a folder of its name, some also as a stream of tensors, to all ranks and to one."""
     found = {}
     for name, job in jobs.items():
-        balancer = (model := attached(job))._eplb_runtime_balancer
-        eplb.checkpoint.export_pretrained(model, folder / name, **dict(job.options))
+        run = Run(rank, job).attach()
+        balancer = run.balancer
+        eplb.checkpoint.export_pretrained(run.model, folder / name, **options_of(name))
         if name not in STREAMED:
             balancer.close()
             continue
@@ -105,13 +94,13 @@ def loads_equal(folder: Path, job: Job) -> bool:
     return same(dict(loaded.state_dict()), dict(whole_model(job).state_dict()))
 
 
-JOBS = {family: Job(family) for family in FAMILIES} | {
-    "tied": Job(tied=True),
-    "replicas": Job("gpt_oss", replica_slots=1),
-    "two EP groups, stacked": Job("gpt_oss", ep_size=2),
-    "sliced": Job("olmoe", ep_size=2, sliced=True),
-    "sliced, stacked": Job("gpt_oss", ep_size=2, sliced=True),
-    "names as in the model": Job("olmoe", (("max_shard_size", "40KB"), ("save_original_format", False))),
+JOBS = {family: job(family) for family in FAMILIES} | {
+    "tied": job(model=partial(of_family, tied=True)),
+    "replicas": job("gpt_oss", replica_slots=1),
+    "two EP groups, stacked": job("gpt_oss", ep=2),
+    "sliced": job(ep=2, sliced=True),
+    "sliced, stacked": job("gpt_oss", ep=2, sliced=True),
+    "names as in the model": job(),
 }
 
 STREAMED = ("deepseek_v3", "tied", "two EP groups, stacked", "sliced", "sliced, stacked")
@@ -130,7 +119,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 @pytest.mark.parametrize("name", JOBS)
 def test_shards_are_what_save_pretrained_writes(name: str, exported: Exported, tmp_path: Path) -> None:
     job, written = JOBS[name], exported[0] / name
-    whole_model(job).save_pretrained(tmp_path, **dict(job.options))
+    whole_model(job).save_pretrained(tmp_path, **options_of(name))
     assert same(tensors_of(written), tensors_of(tmp_path))
     assert loads_equal(written, job)
     ours, theirs = (
@@ -219,9 +208,9 @@ def export_with_other_names(rank: int, folder: Path) -> None:
     """Each to a folder of its name, and by the library to one beside it."""
     for how in HOWS:
         other_names(how)
-        eplb.checkpoint.export_pretrained(attached(Job()), folder / how, max_shard_size="40KB")
+        eplb.checkpoint.export_pretrained(attached(job()), folder / how, max_shard_size="40KB")
         if rank == 0:
-            whole_model(Job()).save_pretrained(folder / "library" / how, max_shard_size="40KB")
+            whole_model(job()).save_pretrained(folder / "library" / how, max_shard_size="40KB")
 
 
 @pytest.mark.long
@@ -262,7 +251,7 @@ def measured(job: Job, call: str, folder: Path) -> dict[str, int]:
 
 
 Figures = dict[str, int]
-WHOLE, STACKED, SLICED = Job(width=WIDTH), Job("gpt_oss", width=WIDTH), Job(width=WIDTH, ep_size=2, sliced=True)
+WHOLE, STACKED, SLICED = job(width=WIDTH), job("gpt_oss", width=WIDTH), job(width=WIDTH, ep=2, sliced=True)
 
 
 def of_export(figures: Figures) -> float:
@@ -304,7 +293,7 @@ def test_each_call_holds_no_more_than_it_says(tmp_path: Path) -> None:
 
 
 def full_disk_on_rank_0(rank: int, folder: Path) -> str:
-    model, write = attached(Job()), disk.save_file
+    model, write = attached(job()), disk.save_file
 
     def full(*args: Any) -> None:
         if rank == 0:
@@ -327,14 +316,22 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks_and_the_old_folder_stays
     said = run_ranks(4, full_disk_on_rank_0, tmp_path)
     assert "No space left" in said[0]
     assert all("rank 0 failed" in text for text in said[1:])
-    assert loads_equal(tmp_path, Job())
+    assert loads_equal(tmp_path, job())
 
 
 def refusals(rank: int, folder: Path) -> None:
-    model, export_it = attached(Job()), eplb.checkpoint.export_pretrained
+    model, export_it, value = attached(job()), eplb.checkpoint.export_pretrained, stream.TensorList.value
+
+    def no_room(*args: Any) -> Any:
+        if rank == 3:
+            raise RuntimeError("no room")
+        return value(*args)
+
+    without_room = patch.object(stream.TensorList, "value", no_room)(export_it)
     cases: dict[str, Callable[[], object]] = {
         "does not take push_to_hub: upload the folder": lambda: export_it(model, folder, push_to_hub=True),
-        "the model is not attached": lambda: export_it(whole_model(Job()), folder),
+        "no room" if rank == 3 else "was not exported: rank 3 failed": lambda: without_room(model, folder),
+        "the model is not attached": lambda: export_it(whole_model(job()), folder),
     }
     assert_refused(cases)
 

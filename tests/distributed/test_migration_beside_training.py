@@ -91,7 +91,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     name = next(iter(balancer.layer_of_parameter))
     average = torch.zeros_like(job.model.get_parameter(name))
     balancer.register(name, "average", average)
-    while not any(flight.layer == 0 for flight in job.background._flights):
+    while not any(flight.layer == 0 for flight in job.flights):
         job.step()
     average.data.add_(1.0)  # leaves no version
     loss = job.forward()

@@ -264,5 +264,5 @@ def test_ranks_that_contradict_each_other_are_refused_on_all() -> None:
     assert "Ranks(stages=...)" in first["no stage named"]
     assert "do not partition" in first["overlap"]
     assert "differ in size" in first["another size"]
-    assert "gradient divisors" in first["divisors"]
+    assert "gradient_divisor" in first["divisors"]
     assert "stage 0 is held together" in first["uneven stages"]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from support import training
-from support.job import Job, Run
-from support.moe_models import batch_of, make_model
+from support.job import Job, Run, alone, mean_over_ranks, of_family
+from support.moe_models import make_model
 from support.ranks import run_ranks
 from support.seen import heard
 from support.shuffle import plan_shuffle
@@ -177,23 +177,21 @@ def in_bfloat16(rank: int, moving: bool) -> tuple[list[float], int]:
     return job.losses, job.balancer.placement.epoch
 
 
+def with_shared_experts(job: Job) -> Any:
+    """An experts module with two parents."""
+    model = of_family(job)
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    return model
+
+
 def shared_by_two_layers(rank: int, moving: bool) -> tuple[list[float], int]:
-    """An experts module with two parents; beside one process with all batches."""
-    plain = make_model("olmoe", experts=EXPERTS)
-    plain.model.layers[1].mlp.experts = plain.model.layers[0].mlp.experts
-    model = copy.deepcopy(plain)
-    of_plain, optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (plain, model))
-    balancer = training.attach(model, optimizer, moving=moving, interval=1, lag=0)
-    losses = [training.step(model, optimizer, batch_of(rank, step)) for step in range(4)]
-    for step in range(4):
-        mine = [plain(input_ids=ids, labels=ids).loss for ids in (batch_of(0, step), batch_of(1, step))]
-        (sum(mine) / 2).backward()
-        of_plain.step()
-        of_plain.zero_grad()
-        assert losses[step] == pytest.approx(float(mine[rank].detach()), abs=1e-5)
-    assert balancer.placement.num_layers == 1
-    balancer.close()
-    return losses, balancer.placement.epoch
+    """Beside one process with all batches."""
+    job = Job(model=with_shared_experts, planner=plan_shuffle if moving else None)
+    run, plain = Run(rank, job).attach().train(4), alone(job, 2).train(4)
+    assert mean_over_ranks(run.losses) == pytest.approx(plain.losses, abs=1e-5)
+    assert run.balancer.placement.num_layers == 1
+    run.balancer.close()
+    return run.losses, run.balancer.placement.epoch
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ def until_here(job: Run) -> None:
     """Train until experts of some layers have arrived, and let their forwards wait for the vote."""
     job.until(RebalanceCommitted)
     job.until_sent()
-    for flight in job.background._flights:
+    for flight in job.flights:
         flight.patience = 10.0
     job.wait_for_all(lambda flight: flight.posted is not None and flight.posted.after is not None)
 
@@ -71,7 +71,7 @@ def broken_off(rank: int) -> bool:
     """A forward ends before it came to a layer whose experts are here; then somebody writes them."""
     job = Run(rank, overlap=True)
     until_here(job)
-    layer, still = job.background._flights[-1].layer, job.still()
+    layer, still = job.flights[-1].layer, job.still()
 
     def too_much(*_: Any) -> None:
         raise TooMuch

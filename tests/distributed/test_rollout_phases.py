@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import training
-from support.examples import load_example
+from support.job import Job, Run, Trace
 from support.ranks import run_ranks
-from support.seen import differing, digests, said_by
-from support.shuffle import plan_by, plan_shuffle, wait_until_compiled
+from support.seen import differing, said_by
+from support.shuffle import plan_shuffle
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
-from eplb_runtime.events import RebalanceAborted, RebalanceCommitted
+from eplb_runtime.events import RebalanceAborted
 
 KINDS: dict[str, dict[str, Any]] = {
     "between steps": {},
@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "replicas": {"replica_slots": 1},
     "overlapped replicas": {"overlap": True, "replica_slots": 1},
 }
+SIZES: dict[str, Any] = {"family": "qwen3_moe", "width": 64, "implementation": "eager"}
 CYCLES, SEEN = 9, (3, 6, 8)
 SMALL = 64 << 10
 """Bytes of maps, counters and samples: far less than one expert tensor."""
@@ -77,21 +78,8 @@ class Phases:
         return [*self._saved, *(value for _, kept in self._state for value in kept.values())]
 
 
-def attached(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, eplb.Balancer]:
-    model, optimizer = load_example("rollouts").make()
-    chosen = {"interval": 1, "gate": "always", **KINDS[kind], **options}
-    if chosen["interval"] is not None:
-        chosen["lag"] = 0
-    balancer = training.attach(model, optimizer, **chosen)
-    if chosen.get("policy") != "static":
-        wait_until_compiled(balancer)
-        plan_by(balancer, plan_shuffle)
-    return model, optimizer, balancer
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    torch.manual_seed(100 * number + int(os.environ["RANK"]))
-    return training.step(model, optimizer, torch.randint(0, 64, (4, 16)))
+def started(rank: int, kind: str, planner: Any = plan_shuffle, **settings: Any) -> Run:
+    return Run(rank, Job(**SIZES, planner=planner, settings={**KINDS[kind], **settings})).attach()
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -99,31 +87,28 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=TOKENS).logits
 
 
-def trained(kind: str, by: str, each: int, **options: Any) -> dict[str, Any]:
-    """Losses, state, moves, and bytes that are held while all is freed, every so many steps; ``by`` empty: never."""
-    model, optimizer, balancer = attached(kind, **options)
-    losses, freed = [], []
+def trained(rank: int, kind: str, by: str, each: int, planner: Any = plan_shuffle) -> tuple[Trace, list[int]]:
+    """The trace, and bytes that are held while all is freed, every so many steps; ``by`` empty: never."""
+    job, freed = started(rank, kind, planner), []
     for number in range(6 if kind == "overlapped" else 3):
-        losses.append(step(model, optimizer, number))
+        job.step()
         if by and number % each == each - 1:
-            phases = Phases(model, optimizer, by)
-            freed.append(balancer.suspend())
+            phases = Phases(job.model, job.optimizer, by)
+            freed.append(job.balancer.suspend())
             phases.free()
             phases.load()
-            balancer.resume()
-    moved = sum(event.moved_experts for event in balancer.events.of_type(RebalanceCommitted))
-    bits = {"losses": losses, **digests(eplb.logical_state_dict(model, optimizer))}
-    balancer.close()
-    return {"bits": bits, "moved": moved, "freed": freed}
+            job.balancer.resume()
+    return job.end(), freed
 
 
 def with_and_without_phases(rank: int) -> None:
     """With overlap after three steps, as many as a migration takes; and after each, which ends what is on its way."""
-    wanted = {"overlapped": trained("overlapped", "", 1, policy="static"), "replicas": trained("replicas", "", 1)}
+    wanted, _ = trained(rank, "overlapped", "", 1, None)
+    copied, _ = trained(rank, "replicas", "", 1)
     for kind, by, each in (("overlapped", "data", 3), ("overlapped", "data", 1), ("replicas", "resize", 1)):
-        found = trained(kind, by, each)
-        assert differing(found["bits"], wanted[kind]["bits"]) == [] and found["moved"] > 0, (kind, each)
-        assert (kind, each) == ("overlapped", 1) or min(found["freed"]) > SMALL
+        found, freed = trained(rank, kind, by, each)
+        assert differing(found.bits, (copied if kind == "replicas" else wanted).bits) == [], (kind, each)
+        assert found.commits > 0 and ((kind, each) == ("overlapped", 1) or min(freed) > SMALL), (kind, each)
 
 
 def test_phases_between_all_steps_change_no_bit() -> None:
@@ -140,20 +125,20 @@ def held_bytes(known: list[Tensor]) -> int:
 def cycles(rank: int) -> list[tuple[int, int, int]]:
     """Bytes held, threads and descriptors while suspended, in some cycles; a step and moves in some."""
     before = held_bytes([])
-    model, optimizer, balancer = attached("overlapped replicas")
+    job = started(rank, "overlapped replicas")
     found = []
     for number in range(CYCLES):
         if number % 5 < 2:
-            step(model, optimizer, number)
-        phases = Phases(model, optimizer, "data")
-        balancer.suspend()
+            job.step()
+        phases = Phases(job.model, job.optimizer, "data")
+        job.balancer.suspend()
         phases.free()
         if number in SEEN:
             held = held_bytes(phases.own()) - before
             found.append((held, threading.active_count(), len(os.listdir("/proc/self/fd"))))
         phases.load()
-        balancer.resume()
-    balancer.close()
+        job.balancer.resume()
+    job.balancer.close()
     return found
 
 
@@ -166,38 +151,38 @@ def test_nothing_is_held_while_suspended_nor_grows_over_cycles() -> None:
 
 
 def while_suspended(rank: int) -> None:
-    model, optimizer, balancer = attached("between steps")
-    step(model, optimizer, 0)
-    before = logits(model)
-    balancer.suspend()
-    assert balancer.suspend() == 0
-    assert torch.equal(before, logits(model)) and dict(balancer.named_logical_tensors())
-    balancer.declare(torch.ones(2, 8))
+    job = started(rank, "between steps")
+    job.step()
+    before = logits(job.model)
+    job.balancer.suspend()
+    assert job.balancer.suspend() == 0
+    assert torch.equal(before, logits(job.model)) and dict(job.balancer.named_logical_tensors())
+    job.balancer.declare(torch.ones(2, 8))
     for name, call in {
-        "rebalance()": balancer.rebalance,
-        "load_state_dict()": lambda: balancer.load_state_dict({}),
-        "logical_order()": lambda: balancer.logical_order().__enter__(),
-        "a forward in training": lambda: model(input_ids=TOKENS),
-        "optimizer.step()": optimizer.step,
+        "rebalance()": job.balancer.rebalance,
+        "load_state_dict()": lambda: job.balancer.load_state_dict({}),
+        "logical_order()": lambda: job.balancer.logical_order().__enter__(),
+        "a forward in training": lambda: job.model(input_ids=TOKENS),
+        "optimizer.step()": job.optimizer.step,
     }.items():
         said = said_by(call)
         assert said.startswith(f"{name} while the balancer is suspended: ") and "\n" not in said, said
         assert "balancer.resume()" in said
-    phases = Phases(model, optimizer, "resize")
+    phases = Phases(job.model, job.optimizer, "resize")
     phases.free()
-    for call in (balancer.named_logical_tensors, balancer.resume):
+    for call in (job.balancer.named_logical_tensors, job.balancer.resume):
         assert "memory is freed" in (said := said_by(call)) and "\n" not in said, said
     if rank == 1:
         phases.load()
-    said = said_by(balancer.resume)
+    said = said_by(job.balancer.resume)
     assert "memory is freed" in said and "rank 0" in said
     if rank == 0:
         phases.load()
-    balancer.resume()
-    step(model, optimizer, 1)
-    named = [type(event).__name__ for event in balancer.events]
+    job.balancer.resume()
+    job.step()
+    named = [type(event).__name__ for event in job.balancer.events]
     assert [name for name in named if "Suspen" in name] == ["Suspended", "SuspensionEnded"]
-    balancer.close()
+    job.balancer.close()
 
 
 def test_what_moves_nothing_works_while_suspended_and_other_calls_say_what_to_do() -> None:
@@ -207,43 +192,41 @@ def test_what_moves_nothing_works_while_suspended_and_other_calls_say_what_to_do
 
 def alone(rank: int) -> None:
     """A rank suspends, or resumes, alone; then training goes on, as if it had not."""
-    static, losses = attached("between steps", policy="static"), []
-    model, optimizer, balancer = attached("overlapped", timeout_seconds=training.DEADLINE)
-    for number, (call, name) in enumerate([(balancer.suspend, "suspend"), (balancer.resume, "resume")]):
-        losses.append(step(model, optimizer, number))
+    job = started(rank, "overlapped", timeout_seconds=training.DEADLINE)
+    for call, name in ((job.balancer.suspend, "suspend"), (job.balancer.resume, "resume")):
+        job.step()
         if name == "resume":
-            balancer.suspend()
+            job.balancer.suspend()
         if rank == 0:
             assert f"rank 1 did not come to {name}() within {training.DEADLINE:g} s" in said_by(call)
         dist.barrier()
-    balancer.resume()
-    losses.append(step(model, optimizer, 2))
-    balancer.close()
-    assert losses == [step(*static[:2], number) for number in range(3)]
-    static[2].close()
+    job.balancer.resume()
+    job.step()
+    job.balancer.close()
+    assert job.losses == trained(rank, "between steps", "", 1, None)[0].losses
 
 
 def late(rank: int) -> None:
     """Weights are freed and loaded again after a rank has come too late to resume(); then state is left out once, which
     put back after homes have moved would be that of other experts."""
-    model, optimizer, balancer = attached("replicas", timeout_seconds=training.DEADLINE)
-    step(model, optimizer, 0)
-    phases, before = Phases(model, optimizer, "resize"), logits(model)
-    balancer.suspend()
+    job = started(rank, "replicas", timeout_seconds=training.DEADLINE)
+    job.step()
+    phases, before = Phases(job.model, job.optimizer, "resize"), logits(job.model)
+    job.balancer.suspend()
     if rank == 0:
-        assert f"rank 1 did not come to resume() within {training.DEADLINE:g} s" in said_by(balancer.resume)
+        assert f"rank 1 did not come to resume() within {training.DEADLINE:g} s" in said_by(job.balancer.resume)
     dist.barrier()
     phases.free()
     assert held_bytes(phases.own()) < SMALL, "all of it is suspended"
     phases.load()
-    state = {parameter: optimizer.state.pop(parameter) for parameter in list(optimizer.state)}
-    said = said_by(balancer.resume)
+    state = {parameter: job.optimizer.state.pop(parameter) for parameter in list(job.optimizer.state)}
+    said = said_by(job.balancer.resume)
     assert "is not in the optimizer's state any more: load it first" in said and "\n" not in said
-    optimizer.state.update(state)
-    balancer.resume()
-    assert torch.equal(before, logits(model))
-    step(model, optimizer, 1)
-    balancer.close()
+    job.optimizer.state.update(state)
+    job.balancer.resume()
+    assert torch.equal(before, logits(job.model))
+    job.step()
+    job.balancer.close()
 
 
 @pytest.mark.long
@@ -254,18 +237,16 @@ def test_a_rank_that_suspends_or_resumes_alone_hears_of_it(job: Any) -> None:
 
 def after_a_load(rank: int, folder: str) -> None:
     """A step after a load is not among those at which a job notes state by itself, whose number is a power of two."""
-    model, optimizer, balancer = attached("between steps")
-    for number in range(4):
-        step(model, optimizer, number)
-    eplb.checkpoint.save(folder, model, optimizer)
-    balancer.close()
-    model, optimizer, balancer = attached("between steps")
-    eplb.checkpoint.load(folder, model, optimizer)
-    step(model, optimizer, 4)
-    balancer.suspend()
-    optimizer.state.clear()
-    assert "is not in the optimizer's state any more: load it first" in (said := said_by(balancer.resume)), said
-    balancer.close()
+    job = started(rank, "between steps").train(4)
+    eplb.checkpoint.save(folder, job.model, job.optimizer)
+    job.balancer.close()
+    job = started(rank, "between steps")
+    eplb.checkpoint.load(folder, job.model, job.optimizer)
+    job.step()
+    job.balancer.suspend()
+    job.optimizer.state.clear()
+    assert "is not in the optimizer's state any more: load it first" in (said := said_by(job.balancer.resume)), said
+    job.balancer.close()
 
 
 def test_state_that_is_left_out_after_a_load_is_noticed(tmp_path: Path) -> None:
@@ -274,11 +255,11 @@ def test_state_that_is_left_out_after_a_load_is_noticed(tmp_path: Path) -> None:
 
 def without_memory(rank: int) -> None:
     """One rank has no memory after a rollout: none moves until it has."""
-    model, optimizer, balancer = attached("between steps", interval=None)
-    step(model, optimizer, 0)
-    assert balancer.rebalance()
-    balancer.suspend()
-    transport = balancer.rebalancer._engine.executor._transport
+    job = started(rank, "between steps", interval=None, lag=1)
+    job.step()
+    assert job.balancer.rebalance()
+    job.balancer.suspend()
+    transport = job.engine.executor._transport
     empty = transport.empty
 
     def fails(nbytes: int) -> Tensor:
@@ -288,15 +269,15 @@ def without_memory(rank: int) -> None:
 
     if rank == 1:
         transport.empty = fails
-    balancer.resume()
-    step(model, optimizer, 1)
-    assert not balancer.rebalance()
-    (line,) = (event.cause for event in balancer.events.of_type(RebalanceAborted))
+    job.balancer.resume()
+    job.step()
+    assert not job.balancer.rebalance()
+    (line,) = (event.cause for event in job.balancer.events.of_type(RebalanceAborted))
     assert "rank 1" in line and "out of memory" in line and "\n" not in line
     transport.empty = empty
-    step(model, optimizer, 2)
-    assert balancer.rebalance()
-    balancer.close()
+    job.step()
+    assert job.balancer.rebalance()
+    job.balancer.close()
 
 
 @pytest.mark.long
@@ -307,37 +288,37 @@ def test_a_rank_that_gets_no_memory_keeps_all_from_moving_until_it_does() -> Non
 def closed(rank: int) -> None:
     """One rank has freed its weights ahead of suspend(). A close while replicas have no memory leaves homes where they
     were."""
-    model, optimizer, balancer = attached("replicas")
-    step(model, optimizer, 0)
-    phases, before = Phases(model, optimizer, "data"), logits(model)
+    job = started(rank, "replicas")
+    job.step()
+    phases, before = Phases(job.model, job.optimizer, "data"), logits(job.model)
     if rank == 1:
         phases.free()
-    said = said_by(balancer.suspend)
+    said = said_by(job.balancer.suspend)
     assert "rank 1" in said and "memory is freed" in said and "after suspend() alone" in said and "\n" not in said
     if rank == 1:
         phases.load()
-    balancer.suspend()
-    assert "balancer.resume()" in said_by(lambda: logits(model))
-    balancer.close()
-    assert torch.equal(before, logits(model))
-    step(model, optimizer, 1)
+    job.balancer.suspend()
+    assert "balancer.resume()" in said_by(lambda: logits(job.model))
+    job.balancer.close()
+    torch.testing.assert_close(logits(job.model), before)  # replicas take no rows any more
+    job.step()
 
 
 def closed_while_freed(rank: int) -> None:
     """A close while weights have no memory, and what it takes to compute and train after it."""
-    model, optimizer, balancer = attached("replicas")
-    step(model, optimizer, 0)
-    phases, before = Phases(model, optimizer, "data"), logits(model)
-    balancer.suspend()
+    job = started(rank, "replicas")
+    job.step()
+    phases, before = Phases(job.model, job.optimizer, "data"), logits(job.model)
+    job.balancer.suspend()
     phases.free()
-    balancer.close()
-    assert "memory is freed" in said_by(balancer.resume)
+    job.balancer.close()
+    assert "memory is freed" in said_by(job.balancer.resume)
     phases.load()
-    assert "balancer.resume() first" in said_by(lambda: logits(model))
-    balancer.resume()
-    assert torch.equal(before, logits(model))
-    assert "resume() after close()" in said_by(balancer.resume)
-    step(model, optimizer, 1)
+    assert "balancer.resume() first" in said_by(lambda: logits(job.model))
+    job.balancer.resume()
+    torch.testing.assert_close(logits(job.model), before)  # replicas take no rows any more
+    assert "resume() after close()" in said_by(job.balancer.resume)
+    job.step()
 
 
 @pytest.mark.long

@@ -186,3 +186,20 @@ def closed_with_failures(rank: int) -> None:
 @pytest.mark.long
 def test_what_fails_while_it_is_closed_leaves_nothing_else_open() -> None:
     run_ranks(2, closed_with_failures)
+
+
+def fails_late(rank: int) -> int:
+    """Descriptors that the second attach leaves which fails when all is installed, while its model is there."""
+    undo, model, held = at(attaching, "_record", fail), make_model("olmoe", experts=4, layers=1), []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises((AttachError, MemoryError)):
+            training.attach(model, optimizer, timeout_seconds=30.0, transport="torch")
+        gc.collect()
+        held.append(len(os.listdir("/proc/self/fd")))
+    undo()
+    return held[1] - held[0]
+
+
+def test_an_attach_that_fails_late_leaves_no_connections_as_long_as_its_model_is_there() -> None:
+    assert max(run_ranks(2, fails_late)) < 5

@@ -101,7 +101,7 @@ def logged(trainer: Trainer, what: str = "loss") -> list[float]:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    return eplb.logical_state_dict(trainer.model, trainer._bare_optimizer)
+    return eplb.logical_state_dict(trainer.model, trainer.optimizer.optimizer)
 
 
 def train(kind: type[Trainer], folder: Path, config: dict[str, Any] | None = None, **options: Any) -> Trainer:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from support import training
+from support.job import Job, Run, alone, of_next_tokens
 from support.moe_models import batch_of, make_model
 from support.ranks import run_ranks
 from support.seen import differing, digests, said_by
@@ -136,7 +137,7 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return {n: v.full_tensor() if hasattr(v, "full_tensor") else v.detach().clone() for n, v in found.items()}
 
 
-def train(row: Row, folder: str, moving: bool) -> dict[str, Any]:
+def trained(row: Row, folder: str, moving: bool) -> dict[str, Any]:
     model, optimizer, balancer = attached(folder, row, moving)
     lines = [step(model, optimizer, row, n, lambda: balancer.clip_grad_norm_(0.3)) for n in range(row.steps)]
     found = {"lines": lines, **digests(state_of(model, optimizer))}
@@ -146,7 +147,7 @@ def train(row: Row, folder: str, moving: bool) -> dict[str, Any]:
 
 
 def of_rows(rank: int, rows: dict[str, Row], folders: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [train(row, folders[row.family], moving) for moving in (False, True)] for name, row in rows.items()}
+    return {name: [trained(row, folders[row.family], moving) for moving in (False, True)] for name, row in rows.items()}
 
 
 @pytest.fixture(scope="module")
@@ -194,26 +195,24 @@ EXACT = {
 """In float64 FSDP divides gradients twice on a mesh of one rank, as ``efsdp`` is with all ranks in one EP group."""
 
 
-def in_one_process(row: Row, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms and weights of the same training where one process has all experts and all batches."""
+def in_one_process(row: Row, folder: str) -> Run:
+    """The same training where one process has all experts and all batches."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", dtype=row.dtype).train()
-    optimizer, sets, norms = OPTIMIZERS[row.optimizer](model.parameters()), row.ranks // row.tp, []
-    for number in range(row.steps):
-        for micro in range(row.micro_batches):
-            for rank in range(sets):
-                ids = batch_of(rank, number * row.micro_batches + micro)
-                (model(input_ids=ids, labels=ids).loss / (sets * row.micro_batches)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    def whole(job: Job) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", dtype=row.dtype)
+
+    def loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return of_next_tokens(model, ids) / row.micro_batches
+
+    job = Job(model=whole, loss=loss, optimizer=OPTIMIZERS[row.optimizer], at_once=row.micro_batches, clip=0.5)
+    return alone(job, row.ranks // row.tp).train(row.steps)
 
 
 def beside_one_process(rank: int, row: Row, folder: str) -> tuple[float, set[int]]:
     """How far norms and weights are apart, with experts that move; how many choices a layer counts in a step."""
-    norms, weights = in_one_process(row, folder)
+    whole = in_one_process(row, folder)
+    norms, weights = whole.norms, dict(whole.model.named_parameters())
     model, optimizer, balancer = attached(folder, row, moving=True)
     counted: set[int] = set()
 
@@ -319,7 +318,6 @@ def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any
             class Attaches(TrainerCallback):
                 def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
                     job.balancer = eplb.attach(model, optimizer, config=balancer_config)
-                    job._bare_optimizer = optimizer.optimizer
                     plan_by(job.balancer, plan_shuffle)
 
             self.add_callback(Attaches())
@@ -335,7 +333,7 @@ def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any
     for name, job in jobs.items():
         kinds, epoch = ("loss", "grad_norm", "eval_loss"), job.balancer.placement.epoch
         values = {kind: [entry[kind] for entry in job.state.log_history if kind in entry] for kind in kinds}
-        seen[name] = {**values, **digests(state_of(job.model, job._bare_optimizer)), "epoch": epoch}
+        seen[name] = {**values, **digests(state_of(job.model, job.optimizer.optimizer)), "epoch": epoch}
         job.balancer.close()
     return seen
 

@@ -122,7 +122,7 @@ def run(kind: str, folder: Path, policy: str) -> dict[str, Any]:
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {
         "logs": [{key: entry[key] for key in ("loss", "grad_norm", "reward") if key in entry} for entry in logs],
-        "state": digests(eplb.logical_state_dict(trainer.model, trainer._bare_optimizer)),
+        "state": digests(eplb.logical_state_dict(trainer.model, trainer.optimizer.optimizer)),
         "exported": digests(dict(balancer.named_logical_tensors())),
         "checked": balancer.verify_export(balancer.named_logical_tensors),
         "moved": sum(event.moved_experts for event in balancer.events if hasattr(event, "moved_experts")),

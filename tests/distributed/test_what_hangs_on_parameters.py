@@ -11,7 +11,7 @@ from support.job import Job, Run
 from support.moe_models import batch_of
 from support.ranks import run_ranks
 from support.seen import digests, heard, said_by
-from test_rollout_phases import attached, step
+from test_rollout_phases import started
 from torch import Tensor, nn
 
 import eplb_runtime as eplb
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[Hung], object], str]] = {
     "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
     "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),
-    "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict holds experts ["),
+    "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict does not say"),
 }
 
 
@@ -176,19 +176,18 @@ def cleared(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 def taken_out(rank: int) -> None:
     def trained(take: Take | None) -> dict[str, object]:
-        model, optimizer, balancer = attached("between steps", interval=None, guard="off")
-        losses = []
-        for number in range(2):
-            losses.append(step(model, optimizer, number))
+        job = started(rank, "between steps", interval=None, lag=1, guard="off")
+        for _ in range(2):
+            job.step()
             if take is not None:
-                back = take(optimizer)
-                assert not balancer.rebalance()
+                back = take(job.optimizer)
+                assert not job.balancer.rebalance()
                 back()
-        bits = {"losses": losses, **digests(eplb.logical_state_dict(model, optimizer))}
+        bits = {"losses": [*job.losses], **digests(job.state())}
         if take is not None:
-            step(model, optimizer, 2)
-            assert balancer.rebalance(), "it is there again"
-        balancer.close()
+            job.step()
+            assert job.balancer.rebalance(), "it is there again"
+        job.balancer.close()
         return bits
 
     static = trained(None)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from device import device_of, on_gpu, ranks_on_gpu, why_not
 from support.transport_contract import CASES, RANKS, Case, run_cases, soon
 
-from eplb_runtime.distributed.bandwidth import measure
-from eplb_runtime.distributed.transports import TRANSPORTS
+from eplb_runtime.distributed.transports import TRANSPORTS, measure
 from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -12,14 +12,13 @@ import signal
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eplb_runtime.balancer.balancer import Balancer
 from eplb_runtime.distributed.consensus import Phase
-from eplb_runtime.distributed.transports.base import Message, Pending, Transport, TransportError
+from eplb_runtime.distributed.transports.base import TransportError
 
 KILL, ALL_RANKS = "kill", -1
 NOT_RAISED = (Phase.STEPPED, Phase.AWAITED, Phase.DECIDED, Phase.COMMITTING, Phase.COMMITTED)
@@ -81,11 +80,9 @@ class Faults:
         self.groups, self.timeout_seconds = balancer.runtime.groups, timeout_seconds
         self._rank, engine = rank, balancer.rebalancer._engine
         engine.probe, self._executor = self._at, engine.executor
-        self._executor._add = self._send  # type: ignore[method-assign]
         self._left: dict[Draw, int] = {}
         self._lock = threading.Lock()
         self.corrupting = False
-        self._deaf: weakref.ref[Transport] | None = None  # what nobody else holds goes
 
     def arm(self, drawn: Sequence[Draw]) -> None:
         """From here on, what is drawn happens, each once; what was drawn before does not any more."""
@@ -103,7 +100,9 @@ class Faults:
 
     def lose_what_is_sent(self) -> None:
         """From here on nothing that this rank sends arrives, until it connects again."""
-        self._deaf = weakref.ref(self._executor._transport)
+        transport = self._executor._transport
+        post = type(transport).post
+        transport.post = lambda sends, receives: post(transport, [], receives)  # type: ignore[method-assign]
 
     def stall_store(self, seconds: float) -> None:
         if not self.groups.store._worker.closed:
@@ -121,11 +120,6 @@ class Faults:
                 del self._left[draw]
         for draw in due:
             FAULTS[draw.fault](self, draw, subject)
-
-    def _send(self, exchange: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        if self._deaf is not None and self._deaf() is self._executor._transport:
-            sends = []
-        return type(self._executor)._add(self._executor, exchange, sends, receives)
 
 
 def _stop(faults: Faults, draw: Draw, subject: Any) -> None:

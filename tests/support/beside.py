@@ -51,7 +51,12 @@ class Run(job.Run):
     def wait_for_all(self, come: Callable[[Any], bool]) -> None:
         """Wait until experts on their way have come so far."""
         with self._came_on:
-            assert self._came_on.wait_for(lambda: all(map(come, self.background._flights)), 60.0)
+            assert self._came_on.wait_for(lambda: all(map(come, self.flights)), 60.0)
+
+    @property
+    def flights(self) -> list[Any]:
+        """Rounds that are on their way beside this step."""
+        return self.background._flights
 
     def until(self, kind: type, most: int = 60) -> Any:
         """Train until something of this kind happens."""
@@ -67,7 +72,7 @@ class Run(job.Run):
         taken: on a slow machine they leave a step later, in which one is due."""
         for _ in range(most):
             self.step()
-            if self.background._flights and self.steps % INTERVAL:
+            if self.flights and self.steps % INTERVAL:
                 return
         raise AssertionError("nothing was sent")
 

@@ -152,11 +152,21 @@ def penalty_that_couples(loop: Loop) -> None:
     loop.penalty = lambda: sum(p.flatten(1).norm(dim=1).var() for p in loop.experts())
 
 
+def reduced_by_the_loop(loop: Loop, weight: float) -> None:
+    """Leave gradients outside the experts to the loop, which adds them up over ranks, each with a weight."""
+    loop.settings["dense_gradients"] = "host"
+    loop.before_step = lambda step: [dist.all_reduce(p.grad.mul_(weight)) for p in loop.dense()]
+
+
 def summed_by_the_loop(loop: Loop) -> None:
     """a loop that divides its loss by the number of ranks and sums the gradients that the balancer leaves to it"""
-    loop.settings["dense_gradients"] = "host"
     loop.backward = lambda loss: (loss / dist.get_world_size()).backward()
-    loop.before_step = lambda step: [dist.all_reduce(p.grad) for p in loop.dense()]
+    reduced_by_the_loop(loop, 1.0)
+
+
+def weighed_by_rank(loop: Loop) -> None:
+    """a loop weighs ranks where it averages the gradients that the balancer leaves to it; experts' are not weighed"""
+    reduced_by_the_loop(loop, (0.9, 0.1)[loop.rank])
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -248,14 +258,7 @@ def compute_by_index(loop: Loop) -> None:
 
 def averaged_by_the_loop(loop: Loop) -> None:
     """The loop averages the gradients that the balancer leaves to it."""
-    loop.settings["dense_gradients"] = "host"
-
-    def average(step: int) -> None:
-        for parameter in loop.dense():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-    loop.before_step = average
+    reduced_by_the_loop(loop, 1 / dist.get_world_size())
 
 
 def each_expert_clipped(loop: Loop) -> None:
@@ -278,8 +281,8 @@ def compute(loop: Loop) -> None:
 
 
 WRONG = (
-    *(clip_what_attach_has_replaced, penalty_that_couples, summed_by_the_loop, state_in_closure, writes_nothing),
-    *(ema_in_generator, ema_as_vector, lookahead, compute_by_index),
+    *(clip_what_attach_has_replaced, penalty_that_couples, summed_by_the_loop, weighed_by_rank, state_in_closure),
+    *(writes_nothing, ema_in_generator, ema_as_vector, lookahead, compute_by_index),
 )
 RIGHT = (averaged_by_the_loop, each_expert_clipped, compute)
 CASES = {case.__name__: case for case in (*WRONG, *RIGHT)}

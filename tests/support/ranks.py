@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 
 from eplb_runtime.balancer import decision
 from eplb_runtime.balancer.planner_process import PlannerProcess
-from eplb_runtime.distributed import bandwidth
+from eplb_runtime.distributed import transports
 from eplb_runtime.planner import plan
 
 PRELOAD = [
@@ -231,7 +231,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(1.0, seconds - STACKS_BEFORE_SECONDS), file=2)
     torch.set_num_threads(1)
     decision.PlannerProcess = PlansHere  # type: ignore[misc]
-    bandwidth.FIRST_BYTES, bandwidth.LEAST_SECONDS = BANDWIDTH_BYTES, 0.0
+    transports.FIRST_BYTES, transports.LEAST_SECONDS = BANDWIDTH_BYTES, 0.0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     if mutant := os.environ.get("EPLB_TEST_MUTANT"):

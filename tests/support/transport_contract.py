@@ -230,27 +230,6 @@ def what_is_done_stays_done_after_an_abort(rank: int, transport: Transport) -> N
     exchange_with_all(rank, transport, others(rank), [10])
 
 
-def a_message_that_is_said_to_be_here_is(rank: int, transport: Transport) -> None:
-    """Asked before anything has been sent, by transports that tell messages apart and by others."""
-    sizes = [70_000, 0, 16]
-    if rank == 0:
-        into = [transport.empty(size) for size in sizes]
-        pending = transport.post([], [Message(1, piece) for piece in into])
-        assert not pending.has(0) and not pending.has(2)
-        tell("asked")
-        end = soon()
-        for number, piece in enumerate(into):
-            while not pending.has(number):
-                assert time.monotonic() < end
-            assert torch.equal(piece, random_bytes(number, sizes[number], transport.device)), number
-        pending.wait(soon())
-        assert all(pending.has(number) for number in range(len(sizes)))
-    if rank == 1:
-        hear("asked")
-        out = [Message(0, random_bytes(number, size, transport.device)) for number, size in enumerate(sizes)]
-        transport.post(out, []).wait(soon())
-
-
 CASES: list[Case] = [
     messages_of_a_pair_arrive_in_order,
     messages_of_any_size,
@@ -263,5 +242,4 @@ CASES: list[Case] = [
     a_peer_that_is_later_than_the_deadline,
     what_is_cancelled_is_not_written,
     what_is_done_stays_done_after_an_abort,
-    a_message_that_is_said_to_be_here_is,
 ]

@@ -47,7 +47,6 @@ class Gradients(LoopHooks):
         self._replicas = runtime.maps.replicas
         self._parameters = runtime.parameters
         self._dense_parameters = tensors.dense
-        self._num_experts = runtime.placement.num_experts
         self._groups, self._device = groups, runtime.device
         self._sliced = tensors.sliced
         self._averaged: list[Averaging] = []
@@ -205,11 +204,11 @@ class Gradients(LoopHooks):
                 gradients.append((layer, [] if gradient is None else local(gradient)))
         slices = self._groups.expert_data if self._sliced and not self._groups.job.divided_rows else None
         self._loop.end_broken_off()
-        job = self._groups.job
+        job, num_experts = self._groups.job, self._runtime.placement.num_experts
         # The logical expert of each row here; of divided rows [L, E/(R D)].
         rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.row_division, -1))
         rows_LH = rows_LH[:, job.row_rank % job.row_division]
-        return powers_of_experts(gradients, rows_LH, self._num_experts, self._groups, slices, norm_type)
+        return powers_of_experts(gradients, rows_LH, num_experts, self._groups, slices, norm_type)
 
 
 def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:

@@ -1,13 +1,12 @@
 """The contract of transports: they post messages and return a `Pending` to poll, wait for or abort. Parts that several
-share: the state of messages that a thread carries, a stream next to the training one, and waits with a deadline."""
+share: a stream next to the training one, and waits with a deadline."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +34,14 @@ class Message:
     data: Tensor
 
 
-class Pending(ABC):
-    """Messages on their way. Until it is done or aborted, their memory belongs to the transport: sent rows are not
-    written, rows to come are neither read nor written."""
+class Pending:
+    """Messages on their way; of this class itself: none. Until they are done or aborted, their memory belongs to the
+    transport: sent rows are not written, rows to come are neither read nor written. What a transport does without a
+    thread goes on while somebody polls."""
 
-    @abstractmethod
     def poll(self) -> bool:
         """Return whether all of it is done, without waiting; TransportError: it has failed."""
-
-    def has(self, index: int) -> bool:
-        """Return whether this one of the messages received is here; transports that cannot tell wait for all."""
-        return self.poll()
+        return True
 
     def wait(self, deadline: float) -> None:
         """Wait until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
@@ -56,83 +52,8 @@ class Pending(ABC):
                 raise TransportError("messages were not through in time")
             time.sleep(POLL_SECONDS)
 
-    @abstractmethod
     def abort(self) -> None:
         """Give it up; afterwards nothing is written any more. What is done stays done. May run on any thread."""
-
-
-class PendingGroup(Pending):
-    """Several as one. Where one has failed, the others are given up too: who has an error may use the memory again."""
-
-    def __init__(self, *parts: Pending) -> None:
-        self._parts = list(parts)
-
-    def add(self, part: Pending) -> None:
-        self._parts.append(part)
-
-    def poll(self) -> bool:
-        return self._on_all(lambda part: part.poll())
-
-    def wait(self, deadline: float) -> None:
-        self._on_all(lambda part: part.wait(deadline))
-
-    def abort(self) -> None:
-        for part in self._parts:
-            part.abort()
-
-    def _on_all(self, ask: Callable[[Pending], bool | None]) -> bool:
-        try:
-            answers = [ask(part) for part in self._parts]  # of all, also after one that is not done
-            return all(answers)
-        except BaseException:
-            self.abort()
-            raise
-
-
-class PendingMessages(Pending):
-    """Messages in flight, counted by the transport's thread: how many are left, until when, why they have failed.
-    ``awaited``: numbers of those received that are not here. ``finished`` is set when all are done, or none will be."""
-
-    def __init__(
-        self, left: int, awaited: Iterable[int], end: float, give_up: Callable[[PendingMessages, str], None]
-    ) -> None:
-        self._give_up = give_up
-        self._awaited = set(awaited)
-        self.left = left
-        self.end = end
-        self.problem = ""
-        self.finished = threading.Event()
-        if not left:
-            self.finished.set()
-
-    def has(self, index: int) -> bool:
-        return self.poll() or index not in self._awaited
-
-    def one_done(self, number: int | None) -> None:
-        """Count a message that was sent, or this one of those received."""
-        self._awaited.discard(-1 if number is None else number)
-        self.left -= 1
-        if self.left == 0:
-            self.finished.set()
-
-    def fail(self, problem: str) -> None:
-        if not self.finished.is_set():
-            self.problem = problem
-            self.finished.set()
-
-    def poll(self) -> bool:
-        if self.finished.is_set() and self.problem:
-            raise TransportError(self.problem)
-        return self.finished.is_set()
-
-    def wait(self, deadline: float) -> None:
-        if not self.finished.wait(max(0.0, deadline - time.monotonic())):
-            self._give_up(self, "messages were not through in time")
-        if not self.poll():
-            raise TransportError("messages were abandoned, and their state is unknown")
-
-    def abort(self) -> None:
-        self._give_up(self, "messages were aborted")
 
 
 class Transport(ABC):
@@ -187,19 +108,13 @@ class Transport(ABC):
         """Return what each rank says, in JSON. Collective."""
         return gather_json(mine, self._group, self._group_device, deadline)
 
-    def _to_others(
-        self, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> tuple[list[Message], dict[int, Message]]:
-        """Return those of them that go to and come from other ranks and are not empty, the latter by their numbers;
-        this rank's own are copied at once."""
-        own = ([message.data for message in messages if message.peer == self._rank] for messages in (receives, sends))
-        for arrived, sent in zip(*own, strict=True):
+    def _to_others(self, *both: Sequence[Message]) -> list[list[Message]]:
+        """Return those of the messages sent, and of those received, that go to and come from other ranks and are not
+        empty; this rank's own are copied at once."""
+        own = ([message.data for message in messages if message.peer == self._rank] for messages in both)
+        for sent, arrived in zip(*own, strict=True):
             arrived.copy_(sent)
-        others = [
-            {n: message for n, message in enumerate(messages) if message.peer != self._rank and message.data.numel()}
-            for messages in (sends, receives)
-        ]
-        return list(others[0].values()), others[1]
+        return [[one for one in messages if one.peer != self._rank and one.data.numel()] for messages in both]
 
     def _try_out(self, deadline: float) -> None:
         """Send a byte to each other rank, and receive one from each, in one call."""

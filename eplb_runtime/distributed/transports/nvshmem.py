@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ...utils.text import one_line
 from ..consensus import gather_bytes
-from .base import SideStream, TransportError
-from .windows import StreamWindow, Window, Windows, piece_bytes_for
+from .base import TransportError
+from .windows import HasLeft, Windows
 
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
 
@@ -50,27 +50,6 @@ def load() -> Library:
         raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({reason}): {INSTALL}") from error
 
 
-class HeapWindow(StreamWindow):
-    """This rank's part of the heap, which begins at an address that means the same place on all ranks."""
-
-    def __init__(self, memory: Tensor, library: Library, rank: int, num_ranks: int, piece_bytes: int, on: SideStream):
-        super().__init__(memory, rank, num_ranks, piece_bytes, on, self._put_on_heap)
-        self.memory, self._library = memory, library
-
-    def write(self, peer: int, half: int, data: Tensor) -> None:
-        staged = self.outbox_B[: data.numel()]  # networks read only from the heap
-        staged.copy_(data, non_blocking=True)
-        super().write(peer, half, staged)
-        self.settle()
-
-    def settle(self) -> None:
-        self._library.bindings.quiet_on_stream(self._stream.pointer)
-
-    def _put_on_heap(self, place: Tensor, source: Tensor, peer: int) -> None:
-        on = self._stream.pointer
-        self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
-
-
 _world: list[tuple[str, tuple[int, ...]]] = []
 """Who has started NVSHMEM in this process, and between which ranks: there is one world and never a second."""
 
@@ -87,16 +66,15 @@ def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
 
 
 _running: list[Library] = []
-_windows: list[HeapWindow] = []
-"""On the heap of this process, by who uses each now or did last."""
+_windows: list[Tensor] = []
+_lent: set[int] = set()
+"""Windows on the heap of this process, and the numbers of those that a transport uses."""
 
 
 class Nvshmem(Windows):
     """Writes into the windows of other ranks."""
 
-    by = "NVSHMEM"
-
-    def _open(self, deadline: float) -> Window:
+    def _open(self, nbytes: int, deadline: float) -> Tensor:
         """Return a window of this transport alone, until it is released."""
         if self._package is None and self.device.type != "cuda":
             raise TransportError(f"transport 'nvshmem' carries between GPUs, not on {self.device.type}")
@@ -106,21 +84,28 @@ class Nvshmem(Windows):
             problem = claim("transport='nvshmem'", self._group, again=True)
         except TransportError as error:
             problem = str(error)
-        said = self._gather([problem, [n for n, window in enumerate(_windows) if window.released]], deadline)
+        said = self._gather([problem, [n for n in range(len(_windows)) if n not in _lent]], deadline)
         for rank, (text, _) in enumerate(said):
             if text:
                 raise TransportError(f"EP rank {rank}: {text}")
         if not _running:
             self._start(library, deadline)
-        ranks = self._num_ranks
-        piece_bytes = piece_bytes_for(ranks)
-        number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
-        if number < len(_windows):
-            memory = _windows[number].memory
-        else:
-            memory = library.core.tensor((StreamWindow.nbytes(ranks, piece_bytes),), dtype=torch.uint8).zero_()
-        _windows[number : number + 1] = [HeapWindow(memory, library, self._rank, ranks, piece_bytes, self._stream)]
-        return _windows[number]
+        self._library = library
+        self._number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
+        if self._number == len(_windows):
+            _windows.append(library.core.tensor((nbytes,), dtype=torch.uint8).zero_())
+        _lent.add(self._number)
+        return _windows[self._number]
+
+    def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
+        on = self._stream.pointer
+        if after is not None:
+            self._library.bindings.quiet_on_stream(on)
+        self._library.bindings.putmem_on_stream(place.data_ptr(), source.data_ptr(), source.nbytes, peer, on)
+        return self._stream.mark()
+
+    def _release(self) -> None:
+        _lent.discard(self._number)
 
     def _start(self, library: Library, deadline: float) -> None:
         first = self._rank == 0

@@ -22,7 +22,7 @@ from ...config import launcher_environment
 from ...utils.text import one_line
 from ..consensus import gather_json
 from .base import TransportError
-from .windows import StreamWindow, Window, Windows, piece_bytes_for
+from .windows import HasLeft, Windows
 
 _CPU = torch.device("cpu")
 _OF_TORCH = "torch.distributed._symmetric_memory"
@@ -181,20 +181,19 @@ class NodeMemory:
 class CudaIpc(Windows):
     """Writes into the windows of other ranks of the node."""
 
-    by = "CUDA IPC"
+    staged = False
 
-    def _open(self, deadline: float) -> Window:
-        seconds, ranks = max(1.0, deadline - time.monotonic()), self._num_ranks
-        memory = NodeMemory(self._group, self.device, seconds, self._package, self._group_device)
-        piece_bytes = piece_bytes_for(ranks)
+    def _open(self, nbytes: int, deadline: float) -> Tensor:
+        seconds = max(1.0, deadline - time.monotonic())
+        self._memory = NodeMemory(self._group, self.device, seconds, self._package, self._group_device)
         try:
-            memory.meet(deadline)
-            own = memory.zeros((StreamWindow.nbytes(ranks, piece_bytes),), torch.uint8, self.device)
-            memory.open()
+            self._memory.meet(deadline)
+            window = self._memory.zeros((nbytes,), torch.uint8, self.device)
+            self._memory.open()
         except RuntimeError as error:
             raise TransportError(f"memory of this node's GPUs cannot be opened: {error}") from error
+        return window
 
-        def put(place: Tensor, source: Tensor, peer: int) -> None:
-            memory.of_peer(peer, place).copy_(source, non_blocking=True)
-
-        return StreamWindow(own, self._rank, ranks, piece_bytes, self._stream, put)
+    def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
+        self._memory.of_peer(peer, place).copy_(source, non_blocking=True)
+        return self._stream.mark()

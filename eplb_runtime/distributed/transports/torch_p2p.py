@@ -6,9 +6,8 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from .base import Message, Pending, PendingMessages, Transport, TransportError
+from .base import Message, Pending, Transport, TransportError
 
 _CLOSING = timedelta(milliseconds=1)
 _TAGS = 1 << 15
@@ -43,13 +42,13 @@ class TorchPointToPoint(Transport):
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         out, into = self._to_others(sends, receives)
         try:
-            operations = [*self._operations(dist.irecv, list(into.values())), *self._operations(dist.isend, out)]
+            operations = [*self._operations(dist.irecv, into), *self._operations(dist.isend, out)]
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(error) from error
-        if self._on_host:
-            return _OnHost(works, into, time.monotonic() + self._timeout)
-        return _OnDevice(works, self._group)
+        if not works:
+            return Pending()
+        return _OnHost(works, time.monotonic() + self._timeout) if self._on_host else _OnDevice(works, self._group)
 
     def _operations(self, kind: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
         # A tag per message of a pair: gloo matches by tag, NCCL by order, and both agree.
@@ -62,36 +61,44 @@ class TorchPointToPoint(Transport):
         return operations
 
 
-class _OnHost(PendingMessages):
+class _OnHost(Pending):
     """Works of gloo, which tells of their end only to a thread that waits."""
 
-    def __init__(self, works: Sequence[dist.Work], awaited: Iterable[int], end: float) -> None:
-        super().__init__(len(works), awaited, end, _OnHost._close_connections)
-        self._works = works
-        if works:
-            threading.Thread(target=self._watch, daemon=True, name="eplb_runtime transport").start()
+    def __init__(self, works: Sequence[dist.Work], end: float) -> None:
+        self._works, self._end = works, end
+        self._finished, self._problem = threading.Event(), ""
+        threading.Thread(target=self._watch, daemon=True, name="eplb_runtime transport").start()
 
     def _watch(self) -> None:
         try:
-            for work, number in zip_longest(self._works, sorted(self._awaited)):  # what comes was begun first
-                work.wait(timedelta(seconds=max(self.end - time.monotonic(), _CLOSING.total_seconds())))
-                self.one_done(number)
+            for work in self._works:
+                work.wait(timedelta(seconds=max(self._end - time.monotonic(), _CLOSING.total_seconds())))
         except Exception as error:  # whatever it is: who waits for this must not wait without end
-            self.fail(str(_failed(error)))
+            self._problem = str(_failed(error))
+        self._finished.set()
 
-    @staticmethod
-    def _close_connections(pending: PendingMessages, reason: str) -> None:
-        """Give up: gloo cannot cancel one operation. A wait that expires closes all connections of its group, which
-        ends the waiting thread too."""
-        assert isinstance(pending, _OnHost)
-        if pending.finished.is_set():
-            return
-        with contextlib.suppress(Exception):
-            for work in pending._works:
-                work.wait(_CLOSING)
-        pending.finished.wait()
-        if pending.problem:
-            pending.problem = f"point-to-point {reason}"
+    def poll(self) -> bool:
+        if self._finished.is_set() and self._problem:
+            raise TransportError(self._problem)
+        return self._finished.is_set()
+
+    def wait(self, deadline: float) -> None:
+        if not self._finished.wait(max(0.0, deadline - time.monotonic())):
+            self._give_up("messages were not through in time")
+        self.poll()
+
+    def abort(self) -> None:
+        self._give_up("messages were aborted")
+
+    def _give_up(self, reason: str) -> None:
+        """gloo cannot cancel one operation. A wait that expires closes all connections of its group, which ends the
+        waiting thread too."""
+        if not self._finished.is_set():
+            with contextlib.suppress(Exception):
+                for work in self._works:
+                    work.wait(_CLOSING)
+            self._finished.wait()
+            self._problem = self._problem and f"point-to-point {reason}"
 
 
 class _OnDevice(Pending):

@@ -1,16 +1,17 @@
 """Writes into windows: memory that other ranks write into.
 
 A message goes in pieces through the window of who receives: a piece is written when the peer has room for it, then a
-note that it is there; the peer copies it to where it belongs, then notes that there is room again. A thread looks at
-notes while anything is pending. Nothing is written but windows: who gives up has nothing to fear from a peer that comes
-late. What a window lies in, and how writes and notes travel, is each transport's own.
+note that it is there; the peer copies it to where it belongs, then notes that there is room again. Notes are numbers in
+the window, too, or go the library's own way. All of it goes on while somebody polls. Nothing is written but windows:
+who gives up has nothing to fear from a peer that comes late. What a window lies in, and how a write travels, is each
+transport's own.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,321 +23,272 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from ...utils.worker import ignore_captures_of_others
 from ..consensus import TransportError
-from .base import LEFT_SECONDS, Message, Pending, PendingMessages, SideStream, Transport, synchronize, wait_until
+from .base import LEFT_SECONDS, Message, Pending, SideStream, Transport, synchronize, wait_until
 
-LOOK_SECONDS = 0.0002
-INBOX_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
-"""All that other ranks write into, and what goes at once."""
+WINDOW_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
+"""All of a window, and what goes at once."""
 HALVES = 2
 """While one piece is copied out, the next comes in."""
 ASK_SECONDS = 0.2
-"""So often a rank that waits for another looks whether it is still there."""
+"""So often a rank that waits for another writes a note for nothing: only a write finds out that a rank is gone."""
+KINDS = 4
+ARRIVED, TAKEN, GOODBYE, NOTHING = range(KINDS)
+"""Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
 _NOTE = 2
 """A number and its complement: who reads one while it is written sees that they do not fit."""
-KINDS = 3
-ARRIVED, TAKEN, GOODBYE = range(KINDS)
-"""Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
+
+HasLeft = Callable[[], bool]
+"""Asks whether a write has left."""
 
 
-Put = Callable[[Tensor, Tensor, int], object]
+class _Posted(Pending):
+    """Messages of one call, of which so many pieces are ``left``."""
 
+    def __init__(self, windows: Windows, left: int) -> None:
+        self._windows = windows
+        self.left = left
 
-class Window(ABC):
-    """What other ranks write into, the same on every rank: uint8 ``memory`` of this one, ``piece_bytes`` B at once.
-    ``inbox_RHB``: uint8 ``[R, 2, B]``, pieces from each rank; ``released``: whether its user has done with it."""
+    def poll(self) -> bool:
+        return self._windows.go_on(self)
 
-    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int) -> None:
-        self.released = False
-        self.piece_bytes = piece_bytes
-        self._rank = rank
-        inbox = num_ranks * HALVES * piece_bytes
-        self.inbox_RHB = memory[:inbox].view(num_ranks, HALVES, piece_bytes)
-        self._rest = memory[inbox:]
-
-    def begin(self, deadline: float) -> None:  # noqa: B027 (notes may not be memory)
-        """Forget notes of who used it before; no rank writes yet."""
-
-    @abstractmethod
-    def write(self, peer: int, half: int, data: Tensor) -> None:
-        """Put a piece into a rank's inbox; it is there when a note sent after it is."""
-
-    @abstractmethod
-    def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
-        """Tell a rank a number, after all that was written before and all that the stream has to do. Returns what asks
-        whether it has left."""
-
-    @abstractmethod
-    def notes(self) -> Sequence[Sequence[int]] | None:
-        """Return the newest number of each kind from each rank, ``[R][kinds]``; None: they are on their way. Nothing
-        waits."""
-
-    def ask(self, peer: int) -> None:  # noqa: B027 (most libraries cannot tell)
-        """Raise RuntimeError if a rank that something is awaited from is known to be gone."""
-
-    def settle(self) -> None:  # noqa: B027 (writes may be in order)
-        """What was written is there when a note sent after it is."""
-
-
-class StreamWindow(Window):
-    """A window that others write into on streams: notes are memory, too. ``put(place, source, peer)`` copies on the
-    stream to where that rank has ``place``, which is this rank's."""
-
-    def __init__(self, memory: Tensor, rank: int, num_ranks: int, piece_bytes: int, stream: SideStream, put: Put):
-        super().__init__(memory, rank, num_ranks, piece_bytes)
-        self._stream, self._reading, self._put = stream, SideStream(memory.device), put
-        self.outbox_B = self._rest[:piece_bytes]
-        notes = self._rest[piece_bytes:].view(torch.int64).view(2, num_ranks, KINDS, _NOTE)
-        self.notes_RKN, self._out_RKN = notes
-        self._read_RKN = torch.zeros_like(self.notes_RKN, device="cpu", pin_memory=memory.is_cuda)
-        self._are_here: Callable[[], bool] | None = None
-
-    @staticmethod
-    def nbytes(num_ranks: int, piece_bytes: int) -> int:
-        return num_ranks * HALVES * piece_bytes + piece_bytes + 2 * num_ranks * KINDS * _NOTE * 8
-
-    def begin(self, deadline: float) -> None:
-        with self._stream():
-            self.notes_RKN.copy_(torch.tensor([0, ~0]))
-        wait_until(self._stream.mark(), deadline, "clearing notes")
-
-    def write(self, peer: int, half: int, data: Tensor) -> None:
-        self._put(self.inbox_RHB[self._rank, half, : data.numel()], data, peer)
-
-    def tell(self, peer: int, kind: int, number: int) -> Callable[[], bool]:
-        note = self._out_RKN[peer, kind]
-        note.copy_(torch.tensor([number, ~number]), non_blocking=True)
-        self._put(self.notes_RKN[self._rank, kind], note, peer)
-        return self._stream.mark()
-
-    def notes(self) -> Sequence[Sequence[int]] | None:
-        """Take what is here, and ask for the next at the next call. Where all streams share one queue
-        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this copy comes after kernels that training has queued, and training may
-        wait for the lock."""
-        if self._are_here is None:
-            with self._reading():
-                self._read_RKN.copy_(self.notes_RKN, non_blocking=True)
-            self._are_here = self._reading.mark()
-        if not self._are_here():
-            return None
-        self._are_here = None
-        notes = self._read_RKN.tolist()
-        return [[number if number == ~complement else 0 for number, complement in of_rank] for of_rank in notes]
-
-
-def piece_bytes_for(num_ranks: int) -> int:
-    """Return the bytes that go at once between so many ranks."""
-    return min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, INBOX_BYTES // (num_ranks * HALVES) // 4096 * 4096))
-
-
-@dataclass
-class _Piece:
-    """``ends``: the last one of a message of ``pending``, which has that number among those received; None: sent."""
-
-    data: Tensor
-    pending: PendingMessages
-    ends: bool
-    number: int | None
+    def abort(self) -> None:
+        self._windows.abort(self)
 
 
 @dataclass
 class _Peer:
     """Traffic with one. Numbers count pieces: ``sent`` to the peer, which has copied out ``room`` of them; ``arrived``
     from it, of which ``taken`` are copied out here. ``leaving``: it gives up, and what it wrote before is still to be
-    seen."""
+    seen; then it is ``gone``."""
 
-    sends: deque[_Piece] = field(default_factory=deque)
-    receives: deque[_Piece] = field(default_factory=deque)
+    sends: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
+    receives: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
     sent: int = 0
     room: int = 0
     arrived: int = 0
     taken: int = 0
     leaving: bool = False
-    problem: str = ""
+    gone: bool = False
 
 
 class Windows(Transport):
-    """Writes into the windows of other ranks; the group is only used to meet. A thread runs while anything is pending;
-    `_state` guards all of it. ``by`` is what carries, in words; ``package`` is used in the place of its library."""
+    """Writes into the windows of other ranks; the group is only used to meet. `_state` guards all of it."""
 
-    by: ClassVar[str]
+    staged: ClassVar[bool] = True
+    """Whether pieces are written from this rank's window alone."""
 
     def __init__(
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
         super().__init__(group, backend, device, timeout_seconds, package)
         self._state = threading.RLock()
-        self._pending: list[PendingMessages] = []
-        self._thread: threading.Thread | None = None
-        self._problem = ""
+        self._problem = "it is not warmed up"
+        self._piece_bytes = 0
         self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
-        self._stream = SideStream(device)
-        self._window: Window | None = None
-        self._under_way: list[tuple[Callable[[], bool], _Piece]] = []
+        self._stream, self._reading = SideStream(device), SideStream(device)
+        self._under_way: list[tuple[HasLeft, _Posted]] = []
+        self._notes_are_here: HasLeft | None = None
         self._next_ask = 0.0
-        self._closed = False
+
+    # -- what each transport does its own way --------------------------------------------------------------------------
 
     @abstractmethod
-    def _open(self, deadline: float) -> Window:
-        """Make the window of this rank and open those of others. Collective."""
+    def _open(self, nbytes: int, deadline: float) -> Tensor:
+        """Return this rank's window, uint8 and as large on every rank, and open those of others. Collective."""
+
+    @abstractmethod
+    def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
+        """Write to where that rank has ``place``, which is this rank's, once the stream has done what it has to do, and
+        the write ``after`` is there."""
+
+    def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
+        """Write a note, as `_put` does. One is written over when the peer must have seen it: it has had room for what
+        came after."""
+        note = self._out_RKHN[peer, kind, number % HALVES]
+        note.copy_(torch.tensor([number, ~number]), non_blocking=True)
+        return self._put(self._notes_RKHN[self._rank, kind, number % HALVES], note, peer, after)
+
+    def _look(self) -> bool:
+        """Copy the notes that are here to the host; return whether the copy is there. Where all streams share one queue
+        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this one comes after kernels that training has queued, and training may
+        wait for the lock."""
+        if self._notes_are_here is None:
+            with self._reading():
+                self._read_RKHN.copy_(self._notes_RKHN, non_blocking=True)
+            self._notes_are_here = self._reading.mark()
+        return self._notes_are_here()
+
+    def _go_on_with_puts(self) -> None:
+        """Do what writes need the host for; raises an error of the library if one has failed."""
+
+    def _drop_puts(self) -> None:
+        """Give up writes that have not left."""
+
+    def _release(self) -> None:
+        """Note that this rank has written its last."""
+
+    # -- the transport -------------------------------------------------------------------------------------------------
 
     def warm_up(self, deadline: float) -> None:
-        if self._window is not None:
+        if self._piece_bytes:
             return
-        window = self._open(deadline)
+        pieces = self._num_ranks * HALVES * (1 + self.staged)
+        piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
+        notes = 2 * self._num_ranks * KINDS * HALVES * _NOTE
+        self._lay_out(self._open(pieces * piece_bytes + 8 * notes, deadline), piece_bytes)
         # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
         self._gather(None, deadline)
-        window.begin(deadline)
+        with self._stream():
+            self._notes_RKHN.copy_(torch.tensor([0, ~0]))
+        wait_until(self._stream.mark(), deadline, "clearing notes")
         self._gather(None, deadline)
-        self._window = window
+        self._problem = ""
         self._try_out(deadline)
 
+    def _lay_out(self, window: Tensor, piece_bytes: int) -> None:
+        self._piece_bytes, ranks = piece_bytes, self._num_ranks
+        inbox = ranks * HALVES * piece_bytes
+        boxes, notes = window.tensor_split([inbox * (1 + self.staged)])
+        self._inbox_RHB = boxes[:inbox].view(ranks, HALVES, piece_bytes)
+        self._outbox_RHB = boxes[-inbox:].view(ranks, HALVES, piece_bytes)
+        self._notes_RKHN, self._out_RKHN = notes.view(torch.int64).view(2, ranks, KINDS, HALVES, _NOTE)
+        self._read_RKHN = torch.zeros_like(self._notes_RKHN, device="cpu", pin_memory=window.is_cuda)
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = self._to_others(sends, receives)
+        both = self._to_others(sends, receives)
         with self._state:
-            if self._problem or self._closed or self._window is None:
-                problem = self._problem or "it is not warmed up, or closed"
-                raise TransportError(f"{self.by} is not used any more: {problem}")
-            for message in (*out, *into.values()):
-                if problem := self._peers[message.peer].problem:
-                    raise TransportError(problem)
-            pending = PendingMessages(len(out) + len(into), into, time.monotonic() + self._timeout, self.give_up)
-            if not pending.left:
-                return pending
+            if self._problem:
+                raise TransportError(f"{type(self).__name__} is not used any more: {self._problem}")
+            posted = _Posted(self, 0)
             self._stream.after_current()
-            self._pending.append(pending)
-            numbered: list[tuple[int | None, Message]] = [*((None, message) for message in out), *into.items()]
-            for number, message in numbered:
-                traffic = self._peers[message.peer]
-                parts = torch.split(message.data.detach(), self._window.piece_bytes)
-                pieces = [_Piece(part, pending, part is parts[-1], number) for part in parts]
-                (traffic.sends if number is None else traffic.receives).extend(pieces)
-            self._run()
-        return pending
+            for messages, sent in zip(both, (True, False), strict=True):
+                for message in messages:
+                    traffic = self._peers[message.peer]
+                    pieces = torch.split(message.data.detach(), self._piece_bytes)
+                    (traffic.sends if sent else traffic.receives).extend((piece, posted) for piece in pieces)
+                    posted.left += len(pieces)
+            self._go_on()
+        return posted
+
+    def go_on(self, posted: _Posted) -> bool:
+        """Begin and end what can be; return whether all that was posted is done. TransportError: it never will be."""
+        with self._state:
+            if posted.left:
+                self._go_on()
+            if posted.left and self._problem:
+                raise TransportError(self._problem)
+            return not posted.left
+
+    def abort(self, posted: _Posted) -> None:
+        """End everything that is not done yet; afterwards nothing of it is read or written."""
+        with self._state:
+            if posted.left:
+                self._give_up("messages were aborted")
 
     def close(self) -> None:
         """The window is its library's to free: that may wait for all ranks. A call of the library that does not come
-        back is left to the thread."""
-        self._closed, thread = True, self._thread
+        back is left to its thread."""
         if self._state.acquire(timeout=LEFT_SECONDS):
             try:
-                if self._window is not None:
-                    self._give_up("the transport is closed")
-                self._window = None
+                self._give_up("the transport is closed")
             finally:
                 self._state.release()
-        if thread is not None:
-            thread.join(LEFT_SECONDS)
 
-    # -- the thread ----------------------------------------------------------------------------------------------------
+    # -- the protocol; the lock is held --------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        """Start the thread, unless it runs. The lock is held."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="eplb_runtime transport")
-            self._thread.start()
+    def _go_on(self) -> None:
+        """Begin what can begin, end what is through, as long as there is anything."""
+        try:
+            while not self._problem and self._step():
+                pass
+        except Exception as error:  # of the device, or of the library
+            self._give_up(one_line(error))
 
-    def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread is on the first GPU, and would begin to use it
-        ignore_captures_of_others()
-        while True:
-            with self._state:
-                try:
-                    went_on = not self._problem and self._go_on()
-                except Exception as error:  # of the device, or of the library
-                    self._give_up(one_line(error))
-                    went_on = False
-                self._pending = [pending for pending in self._pending if not pending.finished.is_set()]
-                if not self._pending:
-                    self._thread = None
-                    return
-            if not went_on:
-                time.sleep(LOOK_SECONDS)
-
-    def _go_on(self) -> bool:
-        """Begin what can begin, end what is through; whether there was anything."""
-        window, now = self._window, time.monotonic()
-        assert window is not None
-        if any(now > pending.end for pending in self._pending):
-            self._give_up("messages were not through in time")
-            return True
-        self._hear(window, now)
+    def _step(self) -> bool:
+        """Return whether anything began or ended."""
+        self._hear()
         went_on = False
         for peer, traffic in self._peers.items():
-            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.problem:
-                piece, went_on = traffic.sends.popleft(), True
+            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.gone:
+                (data, posted), went_on = traffic.sends.popleft(), True
+                traffic.sent += 1
+                half = traffic.sent % HALVES
                 with self._stream():
-                    window.write(peer, traffic.sent % HALVES, piece.data)
-                    traffic.sent += 1
-                    self._under_way.append((window.tell(peer, ARRIVED, traffic.sent), piece))
+                    if self.staged:
+                        data = self._outbox_RHB[peer, half, : data.numel()].copy_(data, non_blocking=True)
+                    piece = self._put(self._inbox_RHB[self._rank, half, : data.numel()], data, peer)
+                    self._under_way.append((self._tell(peer, ARRIVED, traffic.sent, piece), posted))
             while traffic.receives and traffic.taken < traffic.arrived:
-                piece, went_on = traffic.receives.popleft(), True
+                (data, posted), went_on = traffic.receives.popleft(), True
+                traffic.taken += 1
                 with self._stream():
-                    inbox = window.inbox_RHB[peer, traffic.taken % HALVES]
-                    piece.data.copy_(inbox[: piece.data.numel()], non_blocking=True)
-                    traffic.taken += 1
-                    self._under_way.append((window.tell(peer, TAKEN, traffic.taken), piece))
-            if traffic.problem and (traffic.sends or traffic.receives):
-                self._give_up(traffic.problem)
+                    data.copy_(self._inbox_RHB[peer, traffic.taken % HALVES, : data.numel()], non_blocking=True)
+                    self._under_way.append((self._tell(peer, TAKEN, traffic.taken), posted))
+            if traffic.gone and (traffic.sends or traffic.receives):
+                self._give_up(f"EP rank {peer} has given up")
                 return True
         return self._end_pieces() or went_on
 
     def _end_pieces(self) -> bool:
-        """Note what is through; whether there was anything."""
+        """Note what is through; return whether there was anything."""
         before, self._under_way = self._under_way, []
-        for is_through, piece in before:
-            if not is_through():
-                self._under_way.append((is_through, piece))
-            elif piece.ends:
-                piece.pending.one_done(piece.number)
+        for has_left, posted in before:
+            if has_left():
+                posted.left -= 1
+            else:
+                self._under_way.append((has_left, posted))
         return len(self._under_way) < len(before)
 
-    def _hear(self, window: Window, now: float) -> None:
-        """Take what notes are here."""
-        if now > self._next_ask:
+    def _hear(self) -> None:
+        """Go on with writes, and take what notes are here."""
+        if (now := time.monotonic()) > self._next_ask:
             self._next_ask = now + ASK_SECONDS
             for peer, traffic in self._peers.items():
-                if traffic.sends or traffic.receives:
-                    window.ask(peer)
-        if (notes := window.notes()) is None:
+                if (traffic.sends or traffic.receives) and not traffic.gone:
+                    with self._stream():
+                        self._tell(peer, NOTHING, 0)
+        self._go_on_with_puts()
+        if not self._look():
             return
+        self._notes_are_here = None
+        numbers, complements = self._read_RKHN.unbind(-1)
+        notes_RKH = torch.where(numbers == ~complements, numbers, 0).tolist()
         for peer, traffic in self._peers.items():
-            if traffic.leaving and not traffic.problem:
-                traffic.problem = f"EP rank {peer} has given up"
-            traffic.arrived = max(traffic.arrived, notes[peer][ARRIVED])
-            traffic.room = max(traffic.room, notes[peer][TAKEN])
-            traffic.leaving = bool(notes[peer][GOODBYE])
-
-    # -- the end -------------------------------------------------------------------------------------------------------
-
-    def give_up(self, pending: PendingMessages, reason: str) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
-        with self._state:
-            if not pending.finished.is_set():
-                self._give_up(reason)
+            traffic.gone = traffic.leaving
+            traffic.arrived = _counted(traffic.arrived, notes_RKH[peer][ARRIVED])
+            traffic.room = _counted(traffic.room, notes_RKH[peer][TAKEN])
+            traffic.leaving = any(notes_RKH[peer][GOODBYE])
 
     def _give_up(self, problem: str) -> None:
         """End all that is pending on this rank, and tell the others."""
         if self._problem:
             return
-        self._problem = problem
-        assert self._window is not None
         try:
+            self._hear()  # who has left is not told
+        except Exception as error:
+            problem = f"{problem}; {one_line(error)}"
+        self._problem = problem
+        try:
+            self._drop_puts()
             with self._stream():
-                self._window.settle()
-                for peer in self._peers:
-                    self._window.tell(peer, GOODBYE, 1)
+                for peer in (peer for peer, traffic in self._peers.items() if not traffic.leaving):
+                    self._tell(peer, GOODBYE, 1, after=lambda: True)
             wait_until(self._stream.mark(), time.monotonic() + LEFT_SECONDS, "what was under way")
-            self._window.released = True
-        except (RuntimeError, TransportError) as error:
-            self._problem = f"{problem}; {error}"
+            self._release()
+            self._go_on_with_puts()
+        except Exception as error:
+            self._problem = f"{problem}; {one_line(error)}"
         for traffic in self._peers.values():
             traffic.sends.clear()
             traffic.receives.clear()
         with suppress(Exception):  # of a device that is lost
             self._end_pieces()
-        for pending in self._pending:
-            pending.fail(self._problem)
+
+
+def _counted(count: int, notes: Sequence[int]) -> int:
+    """Return the count with those that follow it: notes may overtake each other."""
+    while notes[(count + 1) % HALVES] == count + 1:
+        count += 1
+    return count

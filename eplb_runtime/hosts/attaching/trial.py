@@ -49,8 +49,6 @@ _BALANCERS = "the job attaches more than one balancer, and the first alone is co
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
 _NO_CLIPPING = 1e6
 """Norms that are given to `clip_grad_norm_` to learn of the norm alone."""
-_ENOUGH_MEMORY = 0.8
-"""Share of the free memory that the experts of a run with all of them on each rank may take."""
 KINDS = ("given", "gradient", "buffer", "optimizer_state", "range", "number", "parameter")
 """Kinds of tensors on record, causes first. ``given``: a gradient ahead of what a loop does to it; ``range`` and
 ``number``: state of which ranks have parts."""
@@ -175,9 +173,11 @@ class TrialRun(LoopHooks):
         self._has_run = False
         self._balancer.reduce_gradients()
         for parameter in self._tensors.dense.values() if not self._runtime.averages_dense else ():
-            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-                dist.all_reduce(parameter.grad, group=self._runtime.groups.data)
-                parameter.grad /= self._runtime.groups.data.size()
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(mean, group=self._runtime.groups.data)
+                if parameter.grad is not None or mean.any():  # another rank may have used what this one has not
+                    parameter.grad = mean.div_(self._runtime.groups.data.size())
         for name, _, *given in self._gradients():
             self._put(name.removesuffix("grad") + "given", "given", *given)
 
@@ -267,7 +267,7 @@ class TrialRun(LoopHooks):
         self._write_file("meta.json", gather_bytes(json.dumps(meta).encode(), self._group)[0].decode())
 
     def _does_not_fit(self) -> str:
-        """Say that all experts do not fit on this rank. With Adam an expert takes four times its weights."""
+        """Say that all experts, four times their weights with Adam, leave not a fifth of this rank's memory free."""
         job, device = self._runtime.job, self._runtime.device
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
@@ -275,7 +275,7 @@ class TrialRun(LoopHooks):
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, len(job.ranks))
         here = sum(local(parameter).nbytes for parameter in self._runtime.registry.parameters())
         needed = 4 * here * (job.ep_size - 1)
-        return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > _ENOUGH_MEMORY * free else ""
+        return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > 0.8 * free else ""
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""

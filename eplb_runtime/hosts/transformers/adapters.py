@@ -27,10 +27,6 @@ MERGE = (
     "experts are spread over ranks: to get a whole model, save_pretrained (on every rank) and merge_and_unload in a "
     "process of its own"
 )
-_DELETE = (
-    "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was not "
-    "attached"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +51,6 @@ class LowRank:
     def linears(self) -> tuple[nn.Module, nn.Module]:
         """The modules that hold them."""
         return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
-
-    @property
-    def scaling(self) -> float:
-        """PEFT's factor, also rank-stabilised."""
-        return float(self.wrapper.scaling[self.adapter])
 
     @property
     def is_on(self) -> bool:
@@ -209,7 +200,10 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) 
 
 def _delete(own: Any, on_experts: Collection[str], adapter_name: str) -> None:
     if adapter_name in on_experts:
-        raise AttachError(_DELETE)
+        raise AttachError(
+            "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was "
+            "not attached"
+        )
     own(adapter_name)
 
 

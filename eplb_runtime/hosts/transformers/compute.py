@@ -59,8 +59,9 @@ class RowCompute:
                 place = self._names.index(one.matrix)
                 matrix, (a_SRI, b_SOR) = own[place], pairs[2 * number : 2 * number + 2]
                 left, right = (a_SRI.mT, b_SOR.mT) if self._experts.is_transposed else (b_SOR, a_SRI)
+                scaling = float(one.wrapper.scaling[one.adapter])  # also rank-stabilised
                 with torch.autocast(matrix.device.type, enabled=False):
-                    own[place] = torch.baddbmm(matrix, left.to(matrix.dtype), right.to(matrix.dtype), alpha=one.scaling)
+                    own[place] = torch.baddbmm(matrix, left.to(matrix.dtype), right.to(matrix.dtype), alpha=scaling)
         return own
 
     def _sorted_again(self, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:

@@ -83,7 +83,7 @@ def _watched_layer(name: str, experts: nn.Module) -> WatchedLayer:
     first = next(experts.parameters(recurse=False), None)
     rows = num_experts if first is None or not first.ndim else int(first.shape[0])
     ep_size = max(1, rows // num_experts)  # by the library, whose tensors then count all experts on each rank
-    watch, mark_work = partial(_see_choices, experts), partial(mark_calls, experts, "hidden_states")
+    watch, mark_work = partial(_see_choices, experts), partial(mark_calls, experts, "forward")
     return WatchedLayer(name, num_experts * ep_size, watch, experts, rows, mark_work, ep_size * (ep_size > 1))
 
 
@@ -179,20 +179,16 @@ def _save_adapters(model: nn.Module, own: Any, *arguments: Any, **options: Any) 
     own(*arguments, **{**options, "state_dict": options.get("state_dict") or detached_state(model.state_dict)})
 
 
-class _Mask(threading.local):
-    now: Tensor | None = None
-
-
 class _Padding:
     """Remembers the attention mask of the batch that a thread runs, so that padding does not count as load."""
 
     def __init__(self) -> None:
-        self._mask = _Mask()
+        self._masks = threading.local()
 
     @torch.compiler.disable
     def see(self, mask: Tensor | None) -> None:
         """The mask of the batch that this thread runs now."""
-        self._mask.now = mask
+        self._masks.now = mask
 
     def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> Any:
         """Look at what each forward of the model is given, from now on; what runs outside of one has no mask."""
@@ -212,7 +208,7 @@ class _Padding:
 
     def real_tokens(self, tokens: int) -> Tensor | None:
         """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
-        mask = self._mask.now
+        mask: Tensor | None = getattr(self._masks, "now", None)
         if mask is None or tokens % mask.shape[0] or tokens // mask.shape[0] > mask.shape[1]:
             return None
         return mask[:, mask.shape[1] - tokens // mask.shape[0] :].to(torch.bool).reshape(-1)

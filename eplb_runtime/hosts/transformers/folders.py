@@ -276,7 +276,10 @@ def opened(view: LogicalView, folder: Path) -> Saved:
             layout |= dict.fromkeys((entry.key for entry in entries), how)
     if missing:
         raise CheckpointError(f"{folder} lacks {min(missing)} ({len(missing)} such weights)")
-    return TensorFiles(str(folder), files, layout)
+    saved = TensorFiles(str(folder), files, layout)
+    if quantised := next((key for key, spec in saved.tensors.items() if spec.dtype.itemsize == 1), ""):
+        raise CheckpointError(f"{folder}: {quantised} is quantised: load the model with from_pretrained before attach")
+    return saved
 
 
 def _as_stored(name: str, by: Any, folder: Path) -> Stored:

@@ -20,8 +20,6 @@ SWAP, REPLICA = 0, 1
 VALUE, HOMES, REPLICAS, KIND, SLOT, OTHER = range(6)
 """Columns of a track: imbalance after a step, homes and replicas moved by then; the step's kind, its slot, and the
 other slot of a swap or the expert of a replica."""
-NOT_HERE, AS_REPLICA, AS_HOME = 0, 1, 2
-"""How a rank held an expert before the search."""
 
 
 @jit(error_model="numpy")
@@ -37,9 +35,10 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
     """
     scenarios = len(layer.load_WE)
     peak_W, tried_W, best_W = np.empty(scenarios), np.empty(scenarios), np.empty(scenarios)
-    is_stuck_R, stuck, steps = np.zeros(layer.load_WR.shape[1], dtype=np.bool_), 0, 0
-    token_WP, load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
-    best_token_WP, best_load_WR = np.empty_like(layer.token_WP), np.empty_like(layer.load_WR)
+    is_stuck_R, stuck, steps = np.zeros(layer.load_RW.shape[0], dtype=np.bool_), 0, 0
+    token_PW, load_RW = np.empty_like(layer.token_PW), np.empty_like(layer.load_RW)
+    best_token_PW, best_load_RW = np.empty_like(layer.token_PW), np.empty_like(layer.load_RW)
+    copy_split(layer.token_PW, layer.load_RW, token_PW, load_RW)
     tried_X, best_X = np.empty(6), np.zeros(6)
     goal = _note(layer, peak_W, best_X)
     track_NX[0] = best_X
@@ -47,7 +46,6 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
         rank = _busiest(layer, is_stuck_R)
         if rank < 0:
             break
-        copy_split(layer.token_WP, layer.load_WR, token_WP, load_WR)
         helps, best_goal = False, goal
         for kind in (SWAP, REPLICA):
             slot, other = _find_swap(layer, rank) if kind == SWAP else _find_replica(layer, rank)
@@ -61,15 +59,16 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
                 helps, best_goal = True, new_goal
                 tried_X[KIND], tried_X[SLOT], tried_X[OTHER] = kind, slot, other
                 best_W, tried_W, best_X, tried_X = tried_W, best_W, tried_X, best_X
-                copy_split(layer.token_WP, layer.load_WR, best_token_WP, best_load_WR)
+                copy_split(layer.token_PW, layer.load_RW, best_token_PW, best_load_RW)
             take(layer, kind, slot, other if kind == SWAP else before)
-            copy_split(token_WP, load_WR, layer.token_WP, layer.load_WR)
+            copy_split(token_PW, load_RW, layer.token_PW, layer.load_RW)
         if not helps:
             is_stuck_R[rank] = True
             stuck += 1
             continue
         take(layer, int(best_X[KIND]), int(best_X[SLOT]), int(best_X[OTHER]))
-        copy_split(best_token_WP, best_load_WR, layer.token_WP, layer.load_WR)
+        token_PW, load_RW, best_token_PW, best_load_RW = best_token_PW, best_load_RW, token_PW, load_RW
+        copy_split(token_PW, load_RW, layer.token_PW, layer.load_RW)
         peak_W, best_W, goal = best_W, peak_W, best_goal
         is_stuck_R[:] = False
         stuck = 0
@@ -91,12 +90,14 @@ def moved(layer: Layer) -> tuple[int, int]:
     """Return how many homes and replicas are on ranks that did not hold them so."""
     homes, replicas = 0, 0
     for slot in range(layer.slot_P.size):
-        expert = layer.slot_P[slot]
-        held = AS_HOME if expert == EMPTY else layer.held_RE[layer.rank_P[slot], expert]
-        if slot % layer.per_rank < layer.homes:
-            homes += 1 if held != AS_HOME else 0
-        else:
-            replicas += 1 if held == NOT_HERE else 0
+        expert, rank = layer.slot_P[slot], layer.rank_P[slot]
+        if expert == EMPTY or layer.home_E[expert] == rank:
+            continue
+        first = rank * layer.per_rank + layer.homes
+        if slot < first:
+            homes += 1
+        elif expert not in layer.now_P[first : first + layer.per_rank - layer.homes]:
+            replicas += 1
     return homes, replicas
 
 
@@ -120,25 +121,17 @@ def after(begin_P: IntArray, track_NX: FloatArray) -> IntArray:
     return slot_P
 
 
-def held_by(now_RS: IntArray, homes: int, experts: int) -> NDArray[np.int8]:
-    """int8 ``[R, E]``: how each rank holds each expert, by its slots, homes first."""
-    held_RE = np.full((len(now_RS), experts), NOT_HERE, dtype=np.int8)
-    for slots_RS, how in ((now_RS[:, homes:], AS_REPLICA), (now_RS[:, :homes], AS_HOME)):
-        rank, slot = np.nonzero(slots_RS != EMPTY)
-        held_RE[rank, slots_RS[rank, slot]] = how
-    return held_RE
-
-
 @jit(error_model="numpy")
 def _busiest(layer: Layer, is_stuck_R: NDArray[np.bool_]) -> int:
     """The rank that is most above the even load, in the mean square over scenarios; -1: none is."""
     best, most = -1, 0.0
-    for rank in range(layer.load_WR.shape[1]):
+    ranks, scenarios = layer.load_RW.shape
+    for rank in range(ranks):
         if is_stuck_R[rank]:
             continue
         above = 0.0
-        for scenario in range(len(layer.load_WR)):
-            over = layer.load_WR[scenario, rank] - 1.0
+        for scenario in range(scenarios):
+            over = layer.load_RW[rank, scenario] - 1.0
             above += over * over if over > 1e-3 else 0.0
         if above > most:
             best, most = rank, above
@@ -158,15 +151,15 @@ def _find_swap(layer: Layer, rank: int) -> tuple[int, int]:
 
     d tokens from load x to load y lower the two squares by 2 d (x - y - d), at most by (x - y)^2 / 2.
     """
-    scenarios, ranks = layer.load_WR.shape
+    ranks, scenarios = layer.load_RW.shape
     size, homes = layer.per_rank, layer.homes if layer.homes > 1 else 0
     best, found, other = 0.0, -1, -1
-    for partner in range(ranks):
+    for partner in range(ranks if homes else 0):
         if partner == rank:
             continue
         most = 0.0
         for scenario in range(scenarios):
-            most += 0.5 * (layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]) ** 2
+            most += 0.5 * (layer.load_RW[rank, scenario] - layer.load_RW[partner, scenario]) ** 2
         if most <= best:
             continue
         own_S = layer.slot_P[rank * size : (rank + 1) * size]
@@ -175,8 +168,8 @@ def _find_swap(layer: Layer, rank: int) -> tuple[int, int]:
             for theirs in range(partner * size, partner * size + homes):
                 gain = 0.0
                 for scenario in range(scenarios):
-                    less = layer.token_WP[scenario, mine] - layer.token_WP[scenario, theirs]
-                    gap = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner]
+                    less = layer.token_PW[mine, scenario] - layer.token_PW[theirs, scenario]
+                    gap = layer.load_RW[rank, scenario] - layer.load_RW[partner, scenario]
                     gain += 2.0 * less * (gap - less)
                 if gain > best and layer.slot_P[mine] not in their_S and layer.slot_P[theirs] not in own_S:
                     best, found, other = gain, mine, theirs
@@ -190,7 +183,7 @@ def _find_replica(layer: Layer, rank: int) -> tuple[int, int]:
 
     A slot frees what its replica computes, which then burdens the least loaded rank that also holds that expert.
     """
-    scenarios, size = len(layer.load_WR), layer.per_rank
+    scenarios, size = layer.load_RW.shape[1], layer.per_rank
     gap_W, lost_W, best, found, taken = np.empty(scenarios), np.empty(scenarios), 0.0, -1, EMPTY
     for slot in range(layer.slot_P.size):
         partner = slot // size
@@ -198,15 +191,15 @@ def _find_replica(layer: Layer, rank: int) -> tuple[int, int]:
             continue
         most, old = 0.0, layer.slot_P[slot]
         for scenario in range(scenarios):
-            freed = layer.token_WP[scenario, slot]
+            freed = layer.token_PW[slot, scenario]
             lost_W[scenario] = 0.0
             if freed > 0.0:
                 lowest = np.inf
-                for elsewhere in layer.copies_EC[old, : layer.count_E[old]]:
+                for elsewhere in layer.copies_CE[: layer.count_E[old], old]:
                     if elsewhere != slot:
-                        lowest = min(lowest, layer.load_WR[scenario, layer.rank_P[elsewhere]])
-                lost_W[scenario] = 2.0 * freed * (lowest - layer.load_WR[scenario, partner] + freed)
-            gap_W[scenario] = layer.load_WR[scenario, rank] - layer.load_WR[scenario, partner] + freed
+                        lowest = min(lowest, layer.load_RW[layer.rank_P[elsewhere], scenario])
+                lost_W[scenario] = 2.0 * freed * (lowest - layer.load_RW[partner, scenario] + freed)
+            gap_W[scenario] = layer.load_RW[rank, scenario] - layer.load_RW[partner, scenario] + freed
             most += 0.5 * max(gap_W[scenario], 0.0) ** 2 - lost_W[scenario]
         if most <= best:
             continue
@@ -217,7 +210,7 @@ def _find_replica(layer: Layer, rank: int) -> tuple[int, int]:
             gain = 0.0
             for scenario in range(scenarios):
                 gap = max(gap_W[scenario], 0.0)
-                less = min(layer.token_WP[scenario, source], 0.5 * gap)
+                less = min(layer.token_PW[source, scenario], 0.5 * gap)
                 gain += 2.0 * less * (gap - less) - lost_W[scenario]
             if gain > best and expert not in layer.slot_P[partner * size : (partner + 1) * size]:
                 best, found, taken = gain, slot, expert

@@ -21,7 +21,7 @@ from ..forecast import foretell, shares
 from ..parameters import PARAMETERS
 from ..types import PlanRequest
 from .align import align, share_out
-from .descent import HOMES, REPLICAS, VALUE, after, descend, held_by, moved
+from .descent import HOMES, REPLICAS, VALUE, after, descend, moved
 from .layer import FloatArray, IntArray, Layer, begun, worth
 from .starts import starts
 
@@ -65,26 +65,19 @@ def _layers(request: PlanRequest) -> list[Layer]:
     start, topology, experts = request.start, request.topology, request.num_experts
     ranks, homes, slots = topology.num_ranks, start.homes_per_rank, start.slots_per_rank
     speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R
-    source_LEN = np.full((request.num_layers, experts, topology.num_nodes), 1.0 / topology.num_nodes)
-    if request.source_share_LNE is not None:
-        source_LEN[:] = request.source_share_LNE.transpose(0, 2, 1)
     # in units of what each rank computes when all take equally long at speed 1
     load_LWE = np.ascontiguousarray((shares(request.to_come.windows) * speed_R.sum()).transpose(1, 0, 2))
     slot_LRS = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64)
+    home_LE, prices_L2, rank_P = start.home_rank.astype(np.int64), _prices(request), np.arange(ranks * slots) // slots
+    source_LEN = [np.full((experts, topology.num_nodes), 1.0 / topology.num_nodes)] * request.num_layers
+    if request.source_share_LNE is not None:
+        source_LEN = list(np.ascontiguousarray(request.source_share_LNE.transpose(0, 2, 1)))
+    price = request.crossing_price
     return [
-        Layer(
-            homes,
-            slots,
-            slot_RS.ravel(),
-            held_by(slot_RS, homes, experts),
-            1.0 - speed_R,
-            source_EN,
-            request.crossing_price,
-            prices,
-            load_WE,
-            np.arange(ranks * slots) // slots,
+        Layer(homes, slots, slot_RS.ravel(), home_E, 1.0 - speed_R, source_EN, price, prices_2, load_WE, rank_P)
+        for slot_RS, home_E, source_EN, prices_2, load_WE in zip(
+            slot_LRS, home_LE, source_LEN, prices_L2, load_LWE, strict=True
         )
-        for slot_RS, source_EN, load_WE, prices in zip(slot_LRS, source_LEN, load_LWE, _prices(request), strict=True)
     ]
 
 
@@ -115,18 +108,19 @@ def _prices(request: PlanRequest) -> FloatArray:
 def _solve(request: PlanRequest, layer: Layer, lead: int | None = None) -> _Solution:
     """Search one layer, led by the first ``lead`` scenarios: descend from the best starts, and keep the best end."""
     lead = len(request.to_come.scenarios) if lead is None else lead
-    leading, judging = begun(layer, layer.load_WE[:lead]), begun(layer, layer.load_WE)
+    judging = begun(layer, layer.load_WE)
     least, before_W = worth(judging, layer.now_P)
     best = _Solution(layer.now_P, np.zeros((1, 6)), before_W, before_W)
-    if not leading.load_WE.any():
+    if not layer.load_WE[:lead].any():
         return best
     begins = [layer.now_P]
-    if not request.is_limited and len(layer.held_RE) > 1:
-        begins += starts(layer, leading.load_WE.mean(axis=0))
-    worths = [worth(leading, begin_P)[0] + moved(leading) @ layer.prices for begin_P in begins]
+    if not request.is_limited and layer.virtual_R.size > 1:
+        begins += starts(layer, layer.load_WE[:lead].mean(axis=0))
+    states = [begun(layer, layer.load_WE[:lead]) for _ in begins]
+    worths = [worth(*one)[0] + moved(one[0]) @ layer.prices for one in zip(states, begins, strict=True)]
     for number in np.argsort(worths, kind="stable")[: PARAMETERS.starts].tolist():
-        worth(leading, begins[number])
-        begin_P, track_NX = leading.slot_P.copy(), np.empty((2 * sum(layer.held_RE.shape) * layer.per_rank, 6))
+        leading, begin_P = states[number], begins[number]
+        track_NX = np.empty((2 * (layer.virtual_R.size + layer.home_E.size) * layer.per_rank, 6))
         track_NX = track_NX[: descend(leading, track_NX) + 1]
         way_N = track_NX[:, VALUE] + track_NX[:, [HOMES, REPLICAS]] @ layer.prices
         track_NX = track_NX[: int(way_N.argmin()) + 1]

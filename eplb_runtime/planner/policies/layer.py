@@ -28,7 +28,7 @@ class Layer(NamedTuple):
     homes: int  # E/R, the first slots of each rank
     per_rank: int  # S
     now_P: IntArray  # the current placement; EMPTY in a replica slot without an expert
-    held_RE: NDArray[np.int8]  # how each rank holds each expert now
+    home_E: IntArray  # the rank of each expert's home in it
     virtual_R: FloatArray  # the virtual load of each rank
     source_EN: FloatArray  # the share of each expert's tokens that comes from each node
     crossing_price: float  # imbalance that is worth as much as all tokens crossing nodes; 0: crossing is free
@@ -36,22 +36,22 @@ class Layer(NamedTuple):
     load_WE: FloatArray  # the load of each expert
     rank_P: IntArray  # the rank of each slot
     slot_P: IntArray = np.empty(0, dtype=np.int64)  # the expert in each slot, as in ``now_P``
-    copies_EC: IntArray = np.empty((0, 0), dtype=np.int64)  # the slots of each expert, its home first
+    copies_CE: IntArray = np.empty((0, 0), dtype=np.int64)  # the slots of each expert, its home first
     count_E: IntArray = np.empty(0, dtype=np.int64)  # how many slots hold each expert
-    token_WP: FloatArray = np.empty((0, 0))  # what each slot computes
-    load_WR: FloatArray = np.empty((0, 0))  # what each rank computes, with its virtual load
+    token_PW: FloatArray = np.empty((0, 0))  # what each slot computes
+    load_RW: FloatArray = np.empty((0, 0))  # what each rank computes, with its virtual load
 
 
 def begun(layer: Layer, load_WE: FloatArray) -> Layer:
     """A layer of these scenarios; nothing is placed."""
-    (ranks, experts), slots = layer.held_RE.shape, layer.now_P.size
+    ranks, experts, slots = layer.virtual_R.size, layer.home_E.size, layer.now_P.size
     return layer._replace(
         load_WE=load_WE,
         slot_P=np.empty(slots, dtype=np.int64),
-        copies_EC=np.empty((experts, min(ranks, 1 + slots - ranks * layer.homes)), dtype=np.int64),
+        copies_CE=np.empty((min(ranks, 1 + slots - experts), experts), dtype=np.int64),
         count_E=np.empty(experts, dtype=np.int64),
-        token_WP=np.empty((len(load_WE), slots)),
-        load_WR=np.empty((len(load_WE), ranks)),
+        token_PW=np.empty((slots, len(load_WE))),
+        load_RW=np.empty((ranks, len(load_WE))),
     )
 
 
@@ -67,7 +67,7 @@ def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
 @jit(error_model="numpy")
 def split_evenly(layer: Layer) -> None:
     """Find the slots of each expert, and split its tokens evenly over them."""
-    ranks = layer.load_WR.shape[1]
+    ranks, scenarios = layer.load_RW.shape
     layer.count_E[:] = 0
     for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
         for rank in range(ranks):
@@ -75,86 +75,92 @@ def split_evenly(layer: Layer) -> None:
                 expert = layer.slot_P[slot]
                 if expert == EMPTY:
                     continue
-                layer.copies_EC[expert, layer.count_E[expert]] = slot
+                layer.copies_CE[layer.count_E[expert], expert] = slot
                 layer.count_E[expert] += 1
-    layer.token_WP[:] = 0.0
-    for scenario in range(len(layer.load_WE)):
+    for scenario in range(scenarios):
         for rank in range(ranks):
-            layer.load_WR[scenario, rank] = layer.virtual_R[rank]
+            layer.load_RW[rank, scenario] = layer.virtual_R[rank]
         for slot in range(layer.slot_P.size):
-            expert = layer.slot_P[slot]
+            expert, share = layer.slot_P[slot], 0.0
             if expert != EMPTY:
                 share = layer.load_WE[scenario, expert] / layer.count_E[expert]
-                layer.token_WP[scenario, slot] = share
-                layer.load_WR[scenario, layer.rank_P[slot]] += share
+            layer.token_PW[slot, scenario] = share
+            layer.load_RW[layer.rank_P[slot], scenario] += share
 
 
 @jit
-def copy_split(token_WP: FloatArray, load_WR: FloatArray, to_token_WP: FloatArray, to_load_WR: FloatArray) -> None:
+def copy_split(token_PW: FloatArray, load_RW: FloatArray, to_token_PW: FloatArray, to_load_RW: FloatArray) -> None:
     """Copy the split of a layer. (Loops: what copies arrays whole takes seconds to compile.)"""
-    for scenario in range(len(token_WP)):
-        for slot in range(token_WP.shape[1]):
-            to_token_WP[scenario, slot] = token_WP[scenario, slot]
-        for rank in range(load_WR.shape[1]):
-            to_load_WR[scenario, rank] = load_WR[scenario, rank]
+    for one_XW, to_XW in ((token_PW, to_token_PW), (load_RW, to_load_RW)):
+        for row in range(one_XW.shape[0]):
+            for scenario in range(one_XW.shape[1]):
+                to_XW[row, scenario] = one_XW[row, scenario]
 
 
 @jit(error_model="numpy")
 def fill_to_level(layer: Layer, sweeps: int) -> None:
     """Split the tokens of replicated experts so that the busiest rank has less: water-filling, expert by expert, in so
-    many passes over all of them."""
-    several = np.flatnonzero(layer.count_E > 1)
-    for scenario in range(len(layer.load_WE)):
-        token_P, load_R = layer.token_WP[scenario], layer.load_WR[scenario]
-        for _ in range(sweeps):
-            for expert in several:
-                if layer.count_E[expert] == 2:
-                    _split_in_two(layer, expert, token_P, load_R)
-                else:
-                    _split_in_many(layer, expert, token_P, load_R)
+    many passes over all of them. (A call for each of two copies would cost three times the arithmetic.)"""
+    scenarios, several = layer.load_RW.shape[1], np.flatnonzero(layer.count_E > 1)
+    total_W, level_W = np.empty(scenarios), np.empty(scenarios)
+    for _ in range(sweeps):
+        for expert in several:
+            if layer.count_E[expert] > 2:
+                _split_in_many(layer, expert, total_W, level_W)
+                continue
+            one, other = layer.copies_CE[0, expert], layer.copies_CE[1, expert]
+            one_W, other_W = layer.token_PW[one], layer.token_PW[other]
+            first_W, second_W = layer.load_RW[layer.rank_P[one]], layer.load_RW[layer.rank_P[other]]
+            for scenario in range(scenarios):
+                total = one_W[scenario] + other_W[scenario]
+                without_first = first_W[scenario] - one_W[scenario]
+                without_second = second_W[scenario] - other_W[scenario]
+                given = min(max(0.5 * (total + without_second - without_first), 0.0), total)
+                one_W[scenario], other_W[scenario] = given, total - given
+                first_W[scenario], second_W[scenario] = without_first + given, without_second + total - given
 
 
 @jit(error_model="numpy")
-def _split_in_two(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
-    one, other = layer.copies_EC[expert, 0], layer.copies_EC[expert, 1]
-    first, second = layer.rank_P[one], layer.rank_P[other]
-    total = token_P[one] + token_P[other]
-    without_first, without_second = load_R[first] - token_P[one], load_R[second] - token_P[other]
-    given = min(max(0.5 * (total + without_second - without_first), 0.0), total)
-    token_P[one], token_P[other] = given, total - given
-    load_R[first], load_R[second] = without_first + given, without_second + total - given
-
-
-@jit(error_model="numpy")
-def _split_in_many(layer: Layer, expert: Any, token_P: FloatArray, load_R: FloatArray) -> None:
-    slots = layer.copies_EC[expert, : layer.count_E[expert]]
-    total = 0.0
+def _split_in_many(layer: Layer, expert: Any, total_W: FloatArray, level_W: FloatArray) -> None:
+    """Split an expert's tokens; ``total_W`` and ``level_W`` are room for a number of each scenario."""
+    slots, scenarios = layer.copies_CE[: layer.count_E[expert], expert], total_W.size
+    total_W[:] = 0.0
     for slot in slots:
-        total += token_P[slot]
-        load_R[layer.rank_P[slot]] -= token_P[slot]
-    level, filled = np.inf, slots.size + 1
-    while True:  # ranks above the level take nothing; without them it falls
-        under, below = 0, total
-        for slot in slots:
-            if load_R[layer.rank_P[slot]] < level:
-                under += 1
-                below += load_R[layer.rank_P[slot]]
-        if under >= filled or under == 0:
-            break
-        level, filled = below / under, under
+        rank = layer.rank_P[slot]
+        for scenario in range(scenarios):
+            total_W[scenario] += layer.token_PW[slot, scenario]
+            layer.load_RW[rank, scenario] -= layer.token_PW[slot, scenario]
+    for scenario in range(scenarios):
+        level, filled = np.inf, slots.size + 1
+        while True:  # ranks above the level take nothing; without them it falls
+            under, below = 0, total_W[scenario]
+            for slot in slots:
+                load = layer.load_RW[layer.rank_P[slot], scenario]
+                if load < level:
+                    under += 1
+                    below += load
+            if under >= filled or under == 0:
+                break
+            level, filled = below / under, under
+        level_W[scenario] = level
     for slot in slots:
-        token_P[slot] = max(level - load_R[layer.rank_P[slot]], 0.0)
-        load_R[layer.rank_P[slot]] += token_P[slot]
+        rank = layer.rank_P[slot]
+        for scenario in range(scenarios):
+            tokens = max(level_W[scenario] - layer.load_RW[rank, scenario], 0.0)
+            layer.token_PW[slot, scenario] = tokens
+            layer.load_RW[rank, scenario] += tokens
 
 
 @jit(error_model="numpy")
 def judge(layer: Layer, peak_W: FloatArray) -> float:
     """Return what the layer is worth, to be lowered: the mean of ``peak_W``, which is filled with the imbalance in each
     scenario, with what crossing tokens cost."""
-    for scenario in range(len(layer.load_WR)):
-        peak_W[scenario] = layer.load_WR[scenario].max()
-        if layer.crossing_price > 0.0:
-            peak_W[scenario] += layer.crossing_price * _crossing(layer, scenario)
+    peak_W[:] = 0.0
+    for rank in range(layer.load_RW.shape[0]):
+        for scenario in range(peak_W.size):
+            peak_W[scenario] = max(peak_W[scenario], layer.load_RW[rank, scenario])
+    for scenario in range(peak_W.size if layer.crossing_price > 0.0 else 0):
+        peak_W[scenario] += layer.crossing_price * _crossing(layer, scenario)
     return float(peak_W.mean())
 
 
@@ -166,8 +172,8 @@ def _crossing(layer: Layer, scenario: int) -> float:
     at_home, total, here_N = 0.0, 0.0, np.empty(nodes)
     for expert in range(layer.count_E.size):
         here_N[:] = 0.0
-        for slot in layer.copies_EC[expert, : layer.count_E[expert]]:
-            here_N[slot // per_node] += layer.token_WP[scenario, slot]
+        for slot in layer.copies_CE[: layer.count_E[expert], expert]:
+            here_N[slot // per_node] += layer.token_PW[slot, scenario]
         load = layer.load_WE[scenario, expert]
         total += load
         for node in range(nodes):
@@ -180,12 +186,12 @@ def swap_homes(layer: Layer, one: int, other: int) -> None:
     """Exchange the experts of two home slots; each takes along the tokens that it has there."""
     first, second = layer.slot_P[one], layer.slot_P[other]
     layer.slot_P[one], layer.slot_P[other] = second, first
-    layer.copies_EC[first, 0], layer.copies_EC[second, 0] = other, one
-    for scenario in range(len(layer.token_WP)):
-        goes, comes = layer.token_WP[scenario, one], layer.token_WP[scenario, other]
-        layer.token_WP[scenario, one], layer.token_WP[scenario, other] = comes, goes
-        layer.load_WR[scenario, layer.rank_P[one]] += comes - goes
-        layer.load_WR[scenario, layer.rank_P[other]] += goes - comes
+    layer.copies_CE[0, first], layer.copies_CE[0, second] = other, one
+    for scenario in range(layer.token_PW.shape[1]):
+        goes, comes = layer.token_PW[one, scenario], layer.token_PW[other, scenario]
+        layer.token_PW[one, scenario], layer.token_PW[other, scenario] = comes, goes
+        layer.load_RW[layer.rank_P[one], scenario] += comes - goes
+        layer.load_RW[layer.rank_P[other], scenario] += goes - comes
 
 
 @jit
@@ -194,19 +200,19 @@ def set_replica(layer: Layer, slot: int, expert: int) -> None:
     that expert's home."""
     old = layer.slot_P[slot]
     if old != EMPTY:
-        home, last = layer.copies_EC[old, 0], layer.count_E[old] - 1
+        home, last = layer.copies_CE[0, old], layer.count_E[old] - 1
         for index in range(1, last + 1):
-            if layer.copies_EC[old, index] == slot:
-                layer.copies_EC[old, index] = layer.copies_EC[old, last]
+            if layer.copies_CE[index, old] == slot:
+                layer.copies_CE[index, old] = layer.copies_CE[last, old]
                 break
         layer.count_E[old] = last
-        for scenario in range(len(layer.token_WP)):
-            tokens = layer.token_WP[scenario, slot]
-            layer.token_WP[scenario, slot] = 0.0
-            layer.token_WP[scenario, home] += tokens
-            layer.load_WR[scenario, layer.rank_P[slot]] -= tokens
-            layer.load_WR[scenario, layer.rank_P[home]] += tokens
+        for scenario in range(layer.token_PW.shape[1]):
+            tokens = layer.token_PW[slot, scenario]
+            layer.token_PW[slot, scenario] = 0.0
+            layer.token_PW[home, scenario] += tokens
+            layer.load_RW[layer.rank_P[slot], scenario] -= tokens
+            layer.load_RW[layer.rank_P[home], scenario] += tokens
     layer.slot_P[slot] = expert
     if expert != EMPTY:
-        layer.copies_EC[expert, layer.count_E[expert]] = slot
+        layer.copies_CE[layer.count_E[expert], expert] = slot
         layer.count_E[expert] += 1

@@ -16,19 +16,19 @@ from .layer import FloatArray, IntArray, Layer
 
 def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
     """Yield int64 ``[P]`` each, for the mean load of the scenarios, in units of the even rank load."""
-    now_P, homes, per_rank, ranks = layer.now_P, layer.homes, layer.per_rank, len(layer.held_RE)
+    now_P, homes, per_rank, ranks = layer.now_P, layer.homes, layer.per_rank, layer.virtual_R.size
     replicas = per_rank - homes
     distance_K = ring_distances(ranks, replicas)
-    near_EN = ranks * layer.crossing_price * (1.0 - layer.source_EN)
-    nowhere_EN = np.zeros_like(near_EN)
+    nowhere_EN = np.zeros_like(layer.source_EN)
     dealt = [(0, False, slack, nowhere_EN) for slack in PARAMETERS.home_slacks]
     if replicas:
         hottest_N = sorted({0, ranks * replicas // 2, ranks * replicas})
         dealt = [(hottest, keep, -1.0, nowhere_EN) for hottest in hottest_N for keep in (True, False)]
     if layer.crossing_price > 0.0:
+        near_EN = ranks * layer.crossing_price * (1.0 - layer.source_EN)
         dealt += [(hottest, False, 0.0, near_EN) for hottest in sorted({0, ranks * replicas})]
     for hottest, keep, slack, far_EN in dealt:
-        slots_P = deal(load_E, now_P, homes, per_rank, hottest, keep, slack, far_EN)
+        slots_P = deal(layer, load_E, hottest, keep, slack, far_EN)
         add_rings(load_E, homes, per_rank, distance_K, slots_P)
         if slack < 0.0 and not keep:  # ranks are alike: named so that many homes stay
             slot_RS = slots_P.reshape(ranks, per_rank).copy()
@@ -49,16 +49,7 @@ def ring_distances(ranks: int, replicas: int) -> IntArray:
 
 
 @jit(error_model="numpy")
-def deal(
-    load_E: FloatArray,
-    now_P: IntArray,
-    homes: int,
-    per_rank: int,
-    hottest: int,
-    keep: bool,
-    slack: float,
-    far_EN: FloatArray,
-) -> IntArray:
+def deal(layer: Layer, load_E: FloatArray, hottest: int, keep: bool, slack: float, far_EN: FloatArray) -> IntArray:
     """Deal out homes and replicas of the hottest experts, heaviest first, each to the rank with the lightest load.
 
     Args:
@@ -70,13 +61,11 @@ def deal(
     Returns:
         int64 ``[P]``.
     """
+    now_P, homes, per_rank = layer.now_P, layer.homes, layer.per_rank
     experts, ranks = load_E.size, now_P.size // per_rank
-    ranks_per_node = ranks // far_EN.shape[1]
+    nodes, per_node = far_EN.shape[1], ranks // far_EN.shape[1]
     slot_P = np.full(now_P.size, EMPTY, dtype=np.int64)
-    home_E, count_E, each_E = np.empty(experts, dtype=np.int64), np.ones(experts, dtype=np.int64), load_E.copy()
-    for slot in range(now_P.size):
-        if slot % per_rank < homes:
-            home_E[now_P[slot]] = slot // per_rank
+    home_E, count_E, each_E = layer.home_E.copy(), np.ones(experts, dtype=np.int64), load_E.copy()
     for _ in range(hottest):  # the hottest share gets one replica more
         expert = int(np.argmax(each_E))
         count_E[expert] += 1
@@ -90,16 +79,22 @@ def deal(
             slot_P[slot] = now_P[slot] if slot % per_rank < homes else EMPTY
         for expert in range(experts):
             load_R[home_E[expert]] += each_E[expert]
+    home_N, replica_N = np.zeros(nodes), np.zeros(nodes)  # of each node's ranks with room none is lighter
     for expert in np.argsort(-each_E, kind="mergesort"):
         if not keep:
             best, least = -1, np.inf
-            for node in range(far_EN.shape[1]):
+            for node in range(nodes):
                 far = each_E[expert] * far_EN[expert, node]
-                for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
-                    if load_R[rank] + far < least and homes_R[rank] < homes:
-                        best, least = rank, load_R[rank] + far
+                if home_N[node] + far >= least:
+                    continue
+                home_N[node] = np.inf
+                for rank in range(node * per_node, (node + 1) * per_node):
+                    if homes_R[rank] < homes:
+                        home_N[node] = min(home_N[node], load_R[rank])
+                        if load_R[rank] + far < least:
+                            best, least = rank, load_R[rank] + far
             now = home_E[expert]
-            far = each_E[expert] * far_EN[expert, now // ranks_per_node]
+            far = each_E[expert] * far_EN[expert, now // per_node]
             if homes_R[now] < homes and load_R[now] + far <= least + slack:
                 best = now
             slot_P[best * per_rank + homes_R[best]] = expert
@@ -108,12 +103,16 @@ def deal(
             load_R[best] += each_E[expert]
         for _ in range(count_E[expert] - 1):
             best, least = -1, np.inf
-            for rank in range(ranks):
-                if load_R[rank] >= least or replicas_R[rank] == per_rank - homes or rank == home_E[expert]:
+            for node in range(nodes):
+                if replica_N[node] >= least:
                     continue
-                first = rank * per_rank + homes
-                if expert not in slot_P[first : first + replicas_R[rank]]:
-                    best, least = rank, load_R[rank]
+                replica_N[node] = np.inf
+                for rank in range(node * per_node, (node + 1) * per_node):
+                    if replicas_R[rank] == per_rank - homes:
+                        continue
+                    replica_N[node] = min(replica_N[node], load_R[rank])
+                    if load_R[rank] < least and expert not in slot_P[rank * per_rank : (rank + 1) * per_rank]:
+                        best, least = rank, load_R[rank]
             if best < 0:
                 break
             slot_P[best * per_rank + homes + replicas_R[best]] = expert

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eplb_runtime.balancer.decision import Measurement, PlanMaker, _or_failure
+from eplb_runtime.balancer.decision import Measurement, PlanMaker
 from eplb_runtime.balancer.gradients import norm
 from eplb_runtime.balancer.gradients.norm import RangesOfSlots, squares_of_slots
 from eplb_runtime.balancer.planner_process import PlannerLost
@@ -38,69 +36,82 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
-from eplb_runtime.planner.gate import TrackRecord
+from eplb_runtime.planner.cost import CostModel
+from eplb_runtime.planner.types import Plan
 from eplb_runtime.topology import Topology
 from eplb_runtime.utils.worker import Worker
 
+TWO = Topology(2, 1)
 LOAD = np.array([[[90, 80, 70, 60, 4, 3, 2, 1]]], dtype=np.int64)
 
 
-def maker_of(config: BalancerConfig) -> Any:
-    """A decision maker of two ranks that plans, without a job."""
-    maker: Any = object.__new__(PlanMaker)
-    maker._config, maker.planner, maker._topology = config, plan, Topology(2, 1)
-    maker._sources, maker._steps_per_bucket, maker._last_gap = None, 0, 50
-    maker._track_record = TrackRecord(1, None)
-    maker.history, maker.share = deque(), SimpleNamespace(value=0.4)
-    maker._job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,))
-    return maker
+def maker_of(topology: Topology = TWO, **config: Any) -> PlanMaker:
+    """A decision maker that plans, without a job."""
+    job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,), ranks=(0,), is_planner=False)
+    counter, chosen = SimpleNamespace(steps_per_bucket=1), BalancerConfig(gate="always", **config)
+    runtime: Any = SimpleNamespace(config=chosen, topology=topology, counter=counter, job=job)
+    return PlanMaker(runtime)
+
+
+def measured(step_seconds: float = 2.0, **more: Any) -> Measurement:
+    given = {"placement": Placement.initial(1, 8, 2), "stall_seconds": 0.01, "home_bytes": 1 << 20, **more}
+    return Measurement(buckets=Any, earlier=(), step_seconds=step_seconds, **given)
+
+
+def planned(maker: PlanMaker, load: np.ndarray, of: Measurement) -> tuple[Plan, CostModel, dict[str, Any]]:
+    """A plan, what it was told that moves cost, and its summary."""
+    asked: list[Any] = []
+
+    def planner(*args: Any, **terms: Any) -> Plan:
+        asked[:] = [plan(*args, **terms), terms["cost"]]
+        return asked[0]
+
+    maker.planner = planner
+    maker.history.extend(load)
+    summary = json.loads(maker.plan(of, load))["planned"]
+    return *asked, summary
 
 
 @pytest.mark.parametrize("step_seconds, is_known", [(0.0, False), (2.0, True)])
 def test_no_seconds_are_predicted_before_a_step_is_timed(step_seconds: float, is_known: bool) -> None:
-    maker = maker_of(BalancerConfig(gate="always"))
-    measured = Measurement(Any, Placement.initial(1, 8, 2), (), step_seconds, 0.01, home_bytes=1 << 20)
-    made = maker._make_plan(LOAD, measured)
-    assert made.decision == "rebalance" and made.seconds_spent > 0
-    assert np.isfinite(made.seconds_saved) == is_known
+    summary = planned(maker_of(), LOAD, measured(step_seconds))[2]
+    assert summary["decision"] == "rebalance" and summary["seconds_spent"] > 0
+    assert (summary["seconds_saved"] is not None) == is_known
 
 
 def test_a_longest_pause_bounds_the_busiest_link_and_not_the_sum_over_ranks() -> None:
     load = np.tile([90, 80, 70, 60, 50, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], (1, 6, 1))
-    maker = maker_of(BalancerConfig(gate="always", migration=MigrationConfig(max_pause_seconds=3.0)))
-    maker._topology = Topology(4, 4, intra_node_bandwidth=1e6)
-    measured = Measurement(Any, Placement.initial(6, 16, 4), (), 1e3, 0.0, home_bytes=10**6)
-    made = maker._make_plan(load, measured)
-    cost = maker._cost(measured)
-    assert 0 < cost.transfer_seconds(made.moves, maker._topology, 4) <= 3.0 < len(made.moves)
-    maker._config = BalancerConfig(gate="always")
-    assert cost.transfer_seconds(maker._make_plan(load, measured).moves, maker._topology, 4) > 3.0, "control"
+    topology = Topology(4, 4, intra_node_bandwidth=1e6)
+    of = measured(1e3, placement=Placement.initial(6, 16, 4), stall_seconds=0.0, home_bytes=10**6)
+    made, cost, _ = planned(maker_of(topology, migration=MigrationConfig(max_pause_seconds=3.0)), load, of)
+    assert 0 < cost.transfer_seconds(made.moves, topology, 4) <= 3.0 < len(made.moves)
+    assert cost.transfer_seconds(planned(maker_of(topology), load, of)[0].moves, topology, 4) > 3.0, "control"
 
 
-def judged(load: np.ndarray, planner: Any = plan) -> tuple[Any, dict[str, Any]]:
-    """The maker, and the summary of the decision after a plan."""
-    maker = maker_of(BalancerConfig(gate="always"))
-    for counted, maker.planner in ((LOAD, planner), (load, plan)):
-        maker.history.extend(counted)
-        measured = Measurement(Any, Placement.initial(1, 8, 2), (), 2.0, 0.01, home_bytes=1 << 20)
-        made = json.loads(_or_failure(partial(maker.plan, measured, counted)))
-    return maker, made["planned"]
+def judged(maker: PlanMaker, *loads: np.ndarray) -> dict[str, Any]:
+    """The summary of the last decision of several."""
+    return [planned(maker, load, measured())[2] for load in loads][-1]
 
 
 def test_plans_are_judged_by_what_came() -> None:
-    same, other = judged(LOAD)[1], judged(np.full_like(LOAD, 40))[1]
+    same, other = judged(maker_of(), LOAD, LOAD), judged(maker_of(), LOAD, np.full_like(LOAD, 40))
     assert (same["judged_plans"], same["judged_decisions"]) == (1, 1)
     assert same["true_seconds"] == pytest.approx(same["predicted_seconds"]) and same["predicted_seconds"] > 0
     assert other["true_seconds"] == 0 < other["predicted_seconds"], "control: even load came"
 
 
-def test_a_plan_that_never_came_is_not_judged() -> None:
+def test_a_plan_that_never_came_is_not_judged_and_the_next_one_is() -> None:
     def late(*_: Any, **__: Any) -> Any:
         raise PlannerLost("too late")
 
-    maker, made = judged(LOAD, late)
+    maker = maker_of()
+    maker.planner = late
+    maker.history.extend(LOAD)
+    with pytest.raises(PlannerLost):
+        maker.plan(measured(), LOAD)
+    made = judged(maker, LOAD)
     assert made["decision"] == "rebalance" and made["judged_plans"] == 0
-    assert len(maker._track_record._promises) == 1
+    assert judged(maker, LOAD)["judged_plans"] == 1
 
 
 # -- Nothing else is in flight, nor on the control group, when experts are moved or ranks compare

@@ -168,6 +168,6 @@ def test_what_fits_no_optimizer_is_refused_in_one_line() -> None:
 
 def test_a_rank_that_fails_says_its_own_error_also_where_others_do_not_come() -> None:
     alone = JointAccess(None, torch.device("cpu"))
-    alone.gather_bytes = lambda mine: [][0]  # type: ignore[method-assign]
+    alone.gather = lambda mine: [][0]  # type: ignore[method-assign]
     with pytest.raises(FileNotFoundError):
         alone.together("it was not saved", Path("none").stat)

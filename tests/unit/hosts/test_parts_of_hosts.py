@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
     clock = FakeClock()
     block = Block(clock)
     block.by_name = by_name
-    undo = mark_calls(block.experts, "hidden_states", clock)
+    undo = mark_calls(block.experts, "forward", clock)
+    assert (copy := deepcopy(block.experts)).forward.__self__ is copy, "it computes with its own weights"
     plain = gradient(block, checkpointing)
     assert clock.take() == (), "off: nothing is recorded"
     before = clock.now
@@ -103,7 +105,7 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
 def test_evaluation_is_not_measured() -> None:
     clock = FakeClock()
     experts = Experts(clock).eval()
-    mark_calls(experts, "hidden_states", clock)
+    mark_calls(experts, "forward", clock)
     clock.begin_step()
     experts(torch.ones(2))
     clock.end_step()
@@ -132,6 +134,7 @@ def found(thing: Any) -> list[str]:
     average = {"averages": [Average(thing)]}
     assert average
     listed = unregistered([model], registry, [])  # of other tests there may be such things
+    assert all(one is not model.weight for one in listed)
     return [holder_of(one, listed) for one in listed if one is thing]
 
 
@@ -145,10 +148,6 @@ def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: C
 
 def test_what_is_no_expert_or_the_models_own_is_not_listed() -> None:
     assert not found(torch.ones(3, 7)) and not found(torch.ones(12))
-    model = nn.Linear(3, 7)
-    registry = ExpertTensors(1, 7, [])
-    registry.add(0, "weight", model.weight)
-    assert all(one is not model.weight for one in unregistered([model], registry, []))
 
 
 def test_a_module_is_named_but_for_those_of_frameworks() -> None:
@@ -199,8 +198,8 @@ def test_what_is_read_does_not_raise() -> None:
 
 def test_the_model_is_on_the_gpu_that_the_process_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert not [*_of_device(torch.device("cuda", 1)), *_of_device(torch.device("cpu"))]
-    (refused,) = _of_device(torch.device("cuda", 0))
+    asked = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0")]
+    (refused,) = (line for one in asked for line in _of_device(one))
     assert "on cuda:0, and this process works on GPU 1: call torch.cuda.set_device(0)" in refused
 
 

@@ -15,28 +15,13 @@ import pytest
 import torch
 from support.nvshmem_double import Double
 
-from eplb_runtime.distributed.transports import base, nvshmem, symmetric, windows
+from eplb_runtime.distributed.transports import base, nixl, nvshmem, symmetric, windows
 from eplb_runtime.distributed.transports.base import Message, Pending, TransportError
-from eplb_runtime.distributed.transports.nixl import _NOTE, _AgentWindow
-from eplb_runtime.distributed.transports.nvshmem import HeapWindow
 from eplb_runtime.distributed.transports.symmetric import SHARING, NodeMemory
-from eplb_runtime.distributed.transports.windows import ARRIVED, TAKEN
+from eplb_runtime.distributed.transports.windows import ARRIVED
 from eplb_runtime.tools import launch
 
 SECOND_GPU = torch.device("cuda", 1)
-
-
-def test_a_thread_works_on_the_models_gpu_from_its_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread begins on the first GPU: each rank's would take memory there, and NIXL would copy there."""
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    transport = nvshmem.Nvshmem(group, "gloo", torch.device("cpu"), 60.0, object())  # type: ignore[arg-type]
-    transport.device = SECOND_GPU
-    transport._go_on = lambda: bool(calls.append(("works", threading.current_thread().name)))  # type: ignore[method-assign]
-    transport._run()
-    assert transport._thread is None or transport._thread.join(30) is None
-    assert calls == [("device", SECOND_GPU), ("works", "eplb_runtime transport")]
 
 
 def test_a_device_that_has_no_end_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,53 +55,49 @@ def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, mon
     """With one queue for all streams they come when those are done, in seconds. Training is not kept waiting for the
     lock meanwhile, and nothing is given up."""
     monkeypatch.setattr(windows, "LEFT_SECONDS", 0.0)
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     double = Double(tmp_path)
     double.init(None, SimpleNamespace(_data=torch.tensor([77]).numpy()), 0, 2, "uid")
-    transport = nvshmem.Nvshmem(group, "gloo", torch.device("cpu"), 60.0, double.library())
-    memory = double.tensor((HeapWindow.nbytes(2, 64),), torch.uint8)
-    window = HeapWindow(memory, double.library(), 0, 2, 64, transport._stream)
-    transport._window, reading = window, QueuedStream()
-    window._reading = reading  # type: ignore[assignment]
-    transport._run = lambda: None  # type: ignore[method-assign]
+    transport = laid_out(nvshmem.Nvshmem, double.tensor)
+    transport._library = double.library()
+    transport._reading = reading = QueuedStream()  # type: ignore[assignment]
     pending: Pending = transport.post([], [Message(1, torch.zeros(8, dtype=torch.uint8))])
     for _ in range(3):
-        transport._go_on()
+        assert not pending.poll()
+    transport._inbox_RHB[1, 1, :8] = 5
+    transport._notes_RKHN[1, ARRIVED, 1] = torch.tensor([1, ~1])
     assert not pending.poll()
-    window.inbox_RHB[1, 0, :8] = 5
-    window.notes_RKN[1, windows.ARRIVED] = torch.tensor([1, ~1])
     reading.done = True
-    while transport._go_on():
-        pass
-    transport._go_on()
-    assert pending.poll()
-    transport._window = None
+    assert pending.poll() or pending.poll()  # the first may end what it asked for before
+
+
+def laid_out(kind: Callable[..., Any], empty: Callable[..., torch.Tensor] = torch.zeros) -> Any:
+    """Return a transport of the first of two ranks, whose window is not opened: pieces of `PIECE` bytes."""
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    transport = kind(group, "gloo", torch.device("cpu"), 60.0, object())
+    nbytes = 2 * 2 * 2 * PIECE + 8 * 2 * 2 * windows.KINDS * 2 * 2
+    transport._lay_out(empty((nbytes,), dtype=torch.uint8), PIECE)
+    transport._problem = ""
+    return transport
 
 
 # -- NIXL knows of no streams: what the device has not written is not sent, and what it reads is not written over ------
 
-PEER, ADDRESS, PIECE = "the other agent", 1 << 30, 64
-
-
-class HeldStream:
-    done = False
-
-    def mark(self) -> Any:
-        return lambda: self.done
+PEER, OFFSET, PIECE = "the other agent", 1 << 30, 64
 
 
 class Agent:
-    """Writes and notes are only written down."""
+    """Writes are only written down, and each is as far as ``state`` says."""
 
     def __init__(self) -> None:
         self.writes: list[Any] = []
-        self.sent: list[tuple[int, int]] = []
-        self.come: list[tuple[int, int]] = []
+        self.sent: list[tuple[str, bytes]] = []
         self.state = "PROC"
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        came, self.come = self.come, []
-        return {PEER: [_NOTE.pack(*note) for note in came], "a stranger": [_NOTE.pack(ARRIVED, 9)]}
+        return {"a stranger": [nixl._NOTE.pack(ARRIVED, 9)]}
+
+    def send_notif(self, name: str, note: bytes) -> None:
+        self.sent.append((name, note))
 
     def get_xfer_descs(self, places: Any, kind: str) -> Any:
         return places
@@ -134,40 +115,29 @@ class Agent:
     def release_xfer_handle(self, write: Any) -> None:
         assert write in self.writes
 
-    def send_notif(self, name: str, note: bytes) -> None:
-        self.sent.append(_NOTE.unpack(note))
 
-
-@pytest.fixture
-def joined() -> tuple[_AgentWindow, Agent, HeldStream]:
-    agent, stream = Agent(), HeldStream()
-    memory = torch.zeros(2 * 2 * 2 * PIECE, dtype=torch.uint8)
-    window = _AgentWindow(memory, 0, 2, PIECE, stream, agent, None)  # type: ignore[arg-type]
-    window.add(1, PEER, ADDRESS, 0)
-    return window, agent, stream
-
-
-def test_nothing_is_sent_nor_a_peer_told_of_room_before_the_device_has_packed_it_and_copied_out(joined: Any) -> None:
-    window, agent, stream = joined
-    window.write(1, 1, torch.ones(8, dtype=torch.uint8))
-    has_left, told = window.tell(1, ARRIVED, 1), window.tell(1, TAKEN, 3)
-    window.notes()
-    assert not agent.writes and not agent.sent and not told()
+def test_a_piece_is_sent_when_the_device_has_packed_it_and_its_note_when_the_piece_is_there() -> None:
+    transport, agent, stream = laid_out(nixl.Nixl), Agent(), QueuedStream()
+    transport._agent, transport._leaving, transport._stream = agent, [], stream
+    transport._others, transport._rank_of = [("", 0, 0), (PEER, OFFSET, 0)], {PEER: 1}
+    transport._next_ask = time.monotonic() + 60
+    pending = transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
+    assert not pending.poll() and not agent.writes
     stream.done = True
-    window.notes()
-    ((_, (own,), (theirs,), name, note),) = agent.writes
-    assert own == (window._outbox_RHB[1, 1].data_ptr(), 8, 0) and theirs == (ADDRESS + PIECE, 8, 0)
-    assert (name, _NOTE.unpack(note)) == (PEER, (ARRIVED, 1)) and not has_left()
+    assert not pending.poll()
+    ((_, ((source, *_),), theirs, name),) = agent.writes
+    inbox = transport._inbox_RHB[0, 1]
+    assert (source, theirs, name) == (transport._outbox_RHB[1, 1].data_ptr(), [(inbox.data_ptr() + OFFSET, 8, 0)], PEER)
+    assert not agent.sent
     agent.state = "DONE"
-    window.notes()
-    assert has_left() and told() and agent.sent == [(TAKEN, 3)]
+    assert pending.poll() and agent.sent == [(PEER, nixl._NOTE.pack(ARRIVED, 1))]
 
 
-def test_a_piece_counts_when_those_before_it_are_here(joined: Any) -> None:
-    window, agent, _ = joined
-    for agent.come, arrived in (([(ARRIVED, 2)], 0), ([(ARRIVED, 3), (ARRIVED, 1)], 3), ([(TAKEN, 2), (TAKEN, 1)], 3)):
-        assert window.notes()[1][ARRIVED] == arrived
-    assert window.notes()[1][TAKEN] == 2 and not any(window.notes()[0])
+def test_a_piece_counts_when_those_before_it_are_here() -> None:
+    arrived = 0
+    for notes, then in (([2, 0], 0), ([2, 1], 2), ([2, 3], 3), ([2, 3], 3)):
+        arrived = windows._counted(arrived, notes)
+        assert arrived == then
 
 
 # -- Launchers may show each rank one GPU, which is cuda:0 on all of them: GPUs are compared by what they are
