@@ -188,8 +188,6 @@ class MigrationConfig(_Settings):
     """Bytes of received experts that a rank stages at once, and of a round; never less than one expert's."""
     bytes_per_step: int | None = None
     """With ``overlap``, the most that a rank receives during a step, up to ``staging_bytes``; None: as much as that."""
-    move_gradients: bool = False
-    """Carry the experts' ``.grad`` along too: for a loop that does not call ``zero_grad`` after each step."""
 
     def _refusals(self) -> Iterator[str]:
         if self.bytes_per_step is not None and self.bytes_per_step > self.staging_bytes:
@@ -307,8 +305,6 @@ class BalancerConfig(_Settings):
             yield "overlap=True with interval=None: rebalance() migrates before it returns; leave it out"
         if interval is not None and lag >= interval:
             yield f"lag={lag} must be less than interval={interval}: one decision at a time"
-        if self.overlap and self.migration.move_gradients:
-            yield "overlap=True with move_gradients=True: gradients do not stay as they are during a step"
         if self.overlap and self.migration.transport == "deepep":
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:

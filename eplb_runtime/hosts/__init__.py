@@ -7,7 +7,7 @@ room knows a framework.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -20,10 +20,9 @@ from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import GroupError, Ranks, job_ranks
 from . import module
-from .attaching.attach import attach_stages
+from .attaching.attach import attach_stages, shard_stage
 from .attaching.checks import device_of, wait_for_ranks
 from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of, unwrapped
-from .attaching.sharding import shard_stage
 from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
@@ -34,7 +33,7 @@ model."""
 
 
 def attach(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     layers: Sequence[MoE] | Sequence[Sequence[MoE]] | None = None,
@@ -78,27 +77,7 @@ def attach(
             ranks, and models and optimizers are as they were.
         RuntimeError: a rank did not come to it within the timeout of the host's process group; likewise.
 
-    Example:
-        One rank, to show the calls; a job that torchrun starts leaves out the store, rank and size:
-
-        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
-        >>> model = OlmoeForCausalLM(OlmoeConfig(vocab_size=64, pad_token_id=0, num_hidden_layers=1, num_experts=4,
-        ...                                      num_experts_per_tok=2, **sizes))
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> balancer = attach(model, optimizer, config=BalancerConfig(dense_gradients="allreduce"))
-        >>> _ = model.train()
-        >>> ids = torch.arange(32).view(2, 16)
-        >>> for step in range(2):
-        ...     model(input_ids=ids, labels=ids).loss.backward()
-        ...     norm = balancer.clip_grad_norm_(1.0)
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-        >>> balancer.placement.home_rank.tolist(), balancer.layer_of_parameter["model.layers.0.mlp.experts.down_proj"]
-        ([[0, 0, 0, 0]], 0)
-        >>> balancer.close()
-        >>> dist.destroy_process_group()
+    Example: ``launch/examples/transformers_loop.py``, which the README shows.
     """
     config, problem = _checked(config)
     given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
@@ -171,7 +150,7 @@ def shard_experts(
         problem = problem or error
     _all_can_attach(ranks, "shard_experts", config, problem)
     assert stage is not None
-    shard_stage(stage, config=config, ep_group=ep_group, device=on)
+    shard_stage(stage, config=config, ranks=ranks, device=on)
 
 
 def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
@@ -179,10 +158,7 @@ def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
     if config is None or isinstance(config, BalancerConfig):
         return config or BalancerConfig(), None
     shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
-    settings = (
-        ", ".join(f"{name}={value!r}" for name, value in config.items()) if isinstance(config, Mapping) else "..."
-    )
-    return BalancerConfig(), AttachError(f"config={shown}: give BalancerConfig({settings})")
+    return BalancerConfig(), AttachError(f"config={shown}: give BalancerConfig(...)")
 
 
 def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
@@ -207,17 +183,11 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
     if known and ranks.stages != stages:
         raise AttachError(f"attach was given stages={ranks.stages}, and the model was made with {stages}: leave it out")
     for one in known:
-        for what in ("ep", "gradient_divisor"):
+        for what in ("ep", "gradient_divisor", "divided_rows", "divided_state"):
             said, is_so = getattr(ranks, what), getattr(one, what)
-            if said is not None and is_so is not None and said != is_so:
+            if said and is_so and said != is_so:
                 raise AttachError(f"attach was given {what}={said}, and the model was made with {is_so}: leave it out")
-        ranks = replace(
-            ranks,
-            ep=ranks.ep or one.ep,
-            gradient_divisor=ranks.gradient_divisor or one.gradient_divisor,
-            divided_rows=ranks.divided_rows or one.divided_rows,
-            divided_state=ranks.divided_state or one.divided_state,
-        )
+            ranks = replace(ranks, **{what: said or is_so})
     return ranks
 
 
@@ -237,9 +207,7 @@ def _layers_of(
     """What ``layers`` says of each model."""
     if layers is None:
         return [None] * len(models)
-    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)]
-    if len(models) == 1 and not of_each:
-        of_each = [list(layers)]
+    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)] or [list(layers)]
     if len(of_each) != len(models):
         raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
     return of_each

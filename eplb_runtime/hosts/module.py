@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -26,11 +26,10 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..balancer.gradients.reduction import foreign_hooks
-from ..load.clock import ExpertClock
 from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
-from .attaching.expert_spans import call_begins, call_ends
+from .attaching.expert_spans import mark_calls, take_calls
 from .attaching.self_test import rows_like, same_to_rounding, seed_generators, untouched, width_of_rows
 
 logger = logging.getLogger("eplb_runtime")
@@ -80,14 +79,44 @@ class _RealTokens(threading.local):
 
 
 @dataclass(frozen=True)
-class _Choices:
-    """Checks ids and weights of a call, and returns them as ``[T, K]``; notes which tokens are padding."""
+class _Method:
+    """The method of a module that runs the experts of a layer, whose calls are seen or taken over."""
 
     layer: MoE
-    experts: int
+    owner: nn.Module
+    num_experts: int
     padding: _RealTokens
 
-    def __call__(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    def watch(self, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
+        """`attaching.description.WatchedLayer.hook`."""
+        own = getattr(self.owner, self.layer.run)
+        bind = inspect.signature(own).bind
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hidden, topk_ids, topk_weights = bind(*args, **kwargs).arguments.values()
+            see(self.choices(topk_ids, topk_weights)[0], hidden.shape[-1], topk_ids.shape[-1])
+            return own(*args, **kwargs)
+
+        return take_calls(self.owner, self.layer.run, run)
+
+    def install(self, parallel: ExpertParallelLayer) -> None:
+        """`attaching.description.MoELayer.install`."""
+        layer, bind = self.layer, inspect.signature(getattr(self.owner, self.layer.run)).bind
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            hidden, topk_ids, topk_weights = bind(*args, **kwargs).arguments.values()
+            if hidden.shape[:-1] != topk_ids.shape[:-1] or topk_ids.shape != topk_weights.shape:
+                raise ValueError(
+                    f"{layer.run} of {layer.experts} was given hidden states {list(hidden.shape)}, expert ids "
+                    f"{list(topk_ids.shape)}, router weights {list(topk_weights.shape)}: give [..., D], [..., K] twice"
+                )
+            chosen = self.choices(topk_ids, topk_weights)
+            return parallel(hidden.reshape(-1, hidden.shape[-1]), *chosen).reshape(hidden.shape)
+
+        setattr(self.owner, layer.run, run)
+
+    def choices(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Check ids and weights of a call, and return them as ``[T, K]``; note which tokens are padding."""
         layer = self.layer
         # Router weights in their place have the same shape, and would be taken for experts 0 and 1 without a word.
         if topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
@@ -102,7 +131,7 @@ class _Choices:
         real_T = self.padding.real_T = layer.real_tokens(ids_TK, weights_TK)
         if not isinstance(real_T, Tensor) or real_T.dtype != torch.bool or real_T.shape != ids_TK.shape[:1]:
             raise ValueError(f"real_tokens of {layer.experts} must give a tensor of bool, [{len(ids_TK)}], one a token")
-        spread_TK = torch.arange(ids_TK.numel(), device=ids_TK.device).view_as(ids_TK) % self.experts
+        spread_TK = torch.arange(ids_TK.numel(), device=ids_TK.device).view_as(ids_TK) % self.num_experts
         return torch.where(ids_TK < 0, spread_TK, ids_TK), weights_TK.masked_fill(ids_TK < 0, 0)
 
 
@@ -127,12 +156,7 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
     made = []
     for layer in layers:
         experts = _module(model, layer.experts)
-        if layer.compute is None and not isinstance(experts, StackedExperts):
-            if not isinstance(experts, nn.ModuleList):
-                raise AttachError(
-                    f"{layer.experts} is no nn.ModuleList but {type(experts).__name__}: say by compute= how rows run "
-                    "through its tensors"
-                )
+        if layer.compute is None and isinstance(experts, nn.ModuleList):
             made.append((layer.experts, _stacked(layer.experts, experts)))
     for name, stacked in made:
         owner, _, own_name = name.rpartition(".")
@@ -202,52 +226,9 @@ def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> Watche
         num_experts = first.shape[0]
     else:
         raise AttachError(f"{layer.experts} ({type(experts).__name__}) has no tensors with experts as first dimension")
-    owner = _owner_of_run(model, layer, experts)
-    signature = inspect.signature(getattr(owner, layer.run))
-
-    def mark_work(clock: ExpertClock) -> Callable[[], None]:
-        own = getattr(owner, layer.run)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not (clock.on and owner.training):
-                return own(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs)
-            name = next(iter(bound.arguments))
-            bound.arguments[name], call = call_begins(clock, bound.arguments[name])
-            return call_ends(call, bound.arguments[name], own(*bound.args, **bound.kwargs))
-
-        return _replaced(owner, layer.run, run)
-
-    watch = partial(_watch, _Choices(layer, num_experts, padding), owner)
-    return WatchedLayer(layer.experts, num_experts, watch, experts, num_experts, mark_work)
-
-
-def _watch(choices: _Choices, owner: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
-    """Let another see the choices of each call of the method; returns how to end it."""
-    name = choices.layer.run
-    own = getattr(owner, name)
-    signature = inspect.signature(own)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        hidden, topk_ids, topk_weights = signature.bind(*args, **kwargs).arguments.values()
-        see(choices(topk_ids, topk_weights)[0], hidden.shape[-1], topk_ids.shape[-1])
-        return own(*args, **kwargs)
-
-    return _replaced(owner, name, run)
-
-
-def _replaced(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in the place of a method; returns how to undo it."""
-    own, had = getattr(owner, name), name in vars(owner)
-
-    def undo() -> None:
-        if had:
-            setattr(owner, name, own)
-        else:
-            delattr(owner, name)
-
-    setattr(owner, name, wraps(own)(run))
-    return undo
+    method = _Method(layer, _owner_of_run(model, layer, experts), num_experts, padding)
+    mark_work = partial(mark_calls, method.owner, layer.run)
+    return WatchedLayer(layer.experts, num_experts, method.watch, experts, num_experts, mark_work)
 
 
 def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELayer:
@@ -281,17 +262,17 @@ def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELa
             f"{type(owner).__name__} runs its experts without it: let run= be the forward of that module, or leave its "
             "weights out of fully_shard (ignored_params)"
         )
-    choices = _Choices(layer, rows if spread is None else spread.rows * len(spread.ep_ranks), padding)
+    method = _Method(layer, owner, rows if spread is None else spread.rows * len(spread.ep_ranks), padding)
     return MoELayer(
         name=layer.experts,
         experts=experts,
-        num_experts=choices.experts,
+        num_experts=method.num_experts,
         parameters=tuple(named),
         compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
         run=getattr(owner, layer.run),
-        install=lambda parallel: setattr(owner, layer.run, _run(choices, getattr(owner, layer.run), parallel)),
+        install=method.install,
         alignment=layer.alignment,
-        watch=partial(_watch, choices, owner),
+        watch=method.watch,
         replaced=_of_lists.get(experts, {}),
     )
 
@@ -330,22 +311,6 @@ class StableSort(TorchFunctionMode):
 _SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
 
 
-def _run(choices: _Choices, own: Callable[..., Any], parallel: ExpertParallelLayer) -> Callable[..., Tensor]:
-    """Return what replaces the method: the same arguments, by position or name."""
-    signature, layer = inspect.signature(own), choices.layer
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        hidden, topk_ids, topk_weights = signature.bind(*args, **kwargs).arguments.values()
-        if hidden.shape[:-1] != topk_ids.shape[:-1] or topk_ids.shape != topk_weights.shape:
-            raise ValueError(
-                f"{layer.run} of {layer.experts} was given hidden states {list(hidden.shape)}, expert ids "
-                f"{list(topk_ids.shape)} and router weights {list(topk_weights.shape)}: [..., D], [..., K], [..., K]"
-            )
-        return parallel(hidden.reshape(-1, hidden.shape[-1]), *choices(topk_ids, topk_weights)).reshape(hidden.shape)
-
-    return run
-
-
 def _owner_of_run(model: nn.Module, layer: MoE, experts: nn.Module) -> nn.Module:
     """The module whose method is replaced; it must take three things."""
     owner = experts
@@ -371,15 +336,16 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     kinds = [{key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in own.items()} for own in named]
     for number, expert in enumerate(experts):
         if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
-            raise AttachError(f"{name}.{number} is not a module as {name}.0 is: only equal experts can be stacked")
-        if _hooks(expert) != _hooks(first):
-            raise AttachError(f"{name}.{number} has other hooks than {name}.0: one module computes all of a stack")
-        if any(True for _ in expert.buffers()):
-            raise AttachError(f"{name}.{number} keeps buffers, which would not move with experts")
-        if any(foreign_hooks(tensor) for tensor in named[number].values()):
-            raise AttachError(
-                f"weights of {name}.{number} have gradient hooks, which stacking would lose: register them later"
-            )
+            wrong = f"is not a module as {name}.0 is: only equal experts can be stacked"
+        elif _hooks(expert) != _hooks(first):
+            wrong = f"has other hooks than {name}.0: one module computes all of a stack"
+        elif any(True for _ in expert.buffers()):
+            wrong = "keeps buffers, which would not move with experts"
+        elif any(map(foreign_hooks, named[number].values())):
+            wrong = "has gradient hooks on weights, which stacking would lose: register them later"
+        else:
+            continue
+        raise AttachError(f"{name}.{number} {wrong}")
     ids = {id(tensor) for own in named for tensor in own.values()}
     if len(ids) < len(named) * len(named[0]):
         raise AttachError(f"experts of {name} share tensors: only separate experts can be moved")

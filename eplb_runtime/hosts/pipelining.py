@@ -7,12 +7,13 @@ step, and gradients of copies where a schedule splits its backward or scales wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
@@ -28,7 +29,7 @@ from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
 from ..distributed.ranks import Ranks
 from ..moe.dispatch.channels import MicroBatchChannels
-from . import MoE, _all_can_attach
+from . import MoE
 from . import attach as attach_models
 from .attaching.description import AttachError
 
@@ -65,26 +66,23 @@ def attach(
         AttachError: as ``eplb_runtime.attach``; or a stage's shapes are not static, or gradients would not reach the
             stage before.
     """
-    config = config if config is not None else BalancerConfig()
-    problem = None
-    try:
-        if ranks is not None and ep_group is not None:
-            raise AttachError("give ep_group or ranks, not both: ranks names the EP groups")
-        for stage in stages_of(schedule):
-            _check_stage(stage, schedule._has_backward)
-    except Exception as error:
-        problem = error
-    chosen = ranks if ranks is not None else ranks_of(schedule, ep_group)
-    _all_can_attach(chosen, "attach to a schedule", config, problem)
-    models = [stage.submod for stage in stages_of(schedule)]
-    balancer = attach_models(models, optimizers, layers=layers, config=config, ranks=chosen)
+    chosen, both = (ranks_of(schedule, ep_group), None) if ranks is None else (ranks, ep_group)
+    models = _modules(schedule)
+    balancer = attach_models(models, optimizers, layers=layers, config=config, ep_group=both, ranks=chosen)
     accompany(schedule, balancer)
     return balancer
 
 
 def accompany(schedule: Schedule, balancer: Balancer) -> None:
     """What a schedule asks of the balancer that its stages are attached to."""
-    schedule.step = _uninterrupted(schedule, balancer)  # type: ignore[method-assign]
+    own = schedule.step
+
+    @wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with balancer.loop.uninterrupted(f"{type(schedule).__name__}.step"):  # ``eval`` runs through it, too
+            return own(*args, **kwargs)
+
+    schedule.step = step  # type: ignore[method-assign]
     for stage in stages_of(schedule):
         _bring_copies_home(stage, balancer)
 
@@ -109,7 +107,7 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
             f"stages {wrapped} are wrapped by fully_shard, which gathers weights for one thread: leave it out, or do "
             "not overlap"
         )
-    together = OverlappedForwardBackward(schedule, balancer.open_second_channel(), balancer)
+    together = OverlappedForwardBackward(schedule, balancer.open_second_channel())
     together.take_forwards()
     schedule.register_custom_function(OVERLAP_F_B, together)
     own = schedule.step
@@ -127,21 +125,20 @@ class OverlappedForwardBackward:
     """Runs a pair of a schedule's actions as the schedule would: the forward here, the backward on a thread of its own.
     Random numbers that a backward draws again (activation checkpointing of dropout) would be the forward's."""
 
-    def __init__(self, schedule: Any, channels: MicroBatchChannels, balancer: Balancer) -> None:
+    def __init__(self, schedule: Any, channels: MicroBatchChannels) -> None:
         self._schedule = schedule
         self._here = {stage.stage_index: stage for stage in stages_of(schedule)}
         self._channels = channels
-        self._balancer = balancer
         self.save_output = True
         self.loss_kwargs: dict[str, Any] | None = None
-        self._turned: dict[tuple[int, int], bool] = {}
+        self._turned: dict[tuple[int, int | None], bool] = {}
         self._accumulators: list[Any] = []
 
     def __call__(self, action: _Action, ctx: _PipelineContext) -> None:
         forward, backward = action.sub_actions or ()
         # A backward pass runs on the stream of its forward, so the forward at the same time takes the other one.
-        turned = not self._turned.get(_which(backward), False)
-        self._turned[_which(forward)] = turned
+        turned = not self._turned.get((backward.stage_index, backward.microbatch_index), False)
+        self._turned[forward.stage_index, forward.microbatch_index] = turned
         self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)
 
     def take_forwards(self) -> None:
@@ -151,9 +148,8 @@ class OverlappedForwardBackward:
         # In a backward pass those of replicas are added to gradients that this stream has just written, see below.
         self._channels.add_gradients_here()
         schedule = self._schedule
-        schedule._maybe_compute_loss = self._on_a_stream(
-            schedule._maybe_compute_loss, lambda *a: (a[0].stage_index, a[3])
-        )
+        compute_loss = schedule._maybe_compute_loss
+        schedule._maybe_compute_loss = self._on_a_stream(compute_loss, lambda *a: (a[0].stage_index, a[3]))
         for stage in stages_of(schedule):
             # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
             # accumulator keeps the stream that it was made on.
@@ -207,11 +203,6 @@ class OverlappedForwardBackward:
             here[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
 
 
-def _which(action: _Action) -> tuple[int, int]:
-    assert action.microbatch_index is not None
-    return action.stage_index, action.microbatch_index
-
-
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:
     """The stages that a schedule has on this rank, and the EP group of all of them."""
     ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
@@ -222,6 +213,12 @@ def stages_of(schedule: Schedule) -> list[PipelineStage]:
     """Those of this rank, by their numbers."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     return sorted(stages, key=lambda stage: stage.stage_index)  # type: ignore[return-value, arg-type]
+
+
+def _modules(schedule: Schedule) -> Iterator[nn.Module]:
+    for stage in stages_of(schedule):
+        _check_stage(stage, schedule._has_backward)
+        yield stage.submod
 
 
 def _check_stage(stage: PipelineStage, has_backward: bool) -> None:
@@ -250,18 +247,6 @@ def _check_stage(stage: PipelineStage, has_backward: bool) -> None:
                 f"{name}_args of stage {number} need no gradients, so none would reach the stage before: give hidden "
                 "states with requires_grad=True"
             )
-
-
-def _uninterrupted(schedule: Schedule, balancer: Balancer) -> Callable[..., Any]:
-    """``schedule.step`` (``eval`` runs through it), in which nothing moves."""
-    own = schedule.step
-
-    @wraps(own)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with balancer.loop.uninterrupted(f"{type(schedule).__name__}.step"):
-            return own(*args, **kwargs)
-
-    return step
 
 
 def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:

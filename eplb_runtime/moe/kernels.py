@@ -415,29 +415,6 @@ def _arrive(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _term(  # type: ignore[no-untyped-def]
-    rows,
-    places,
-    weights,
-    choice,
-    column,
-    width,
-    WEIGHED: tl.constexpr,
-    HERE: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    SUM: tl.constexpr,
-):
-    """A row, or its product with its weight, rounded to the wider dtype of both; 0 where the row is not here."""
-    row = tl.load(places + choice)
-    columns = tl.where(row >= 0, width, 0)
-    term = tl.load(rows + row * width + column, mask=column < columns, other=0).to(SUM)
-    if WEIGHED:
-        weight = tl.load(weights + (row if HERE else choice), mask=row >= 0, other=0).to(SUM)
-        term = (term * weight).to(PRODUCT).to(SUM)
-    return term
-
-
-@jit
 def _sum(  # type: ignore[no-untyped-def]
     rows,
     places,
@@ -453,11 +430,14 @@ def _sum(  # type: ignore[no-untyped-def]
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    choice = token * TOP_K
-    total = _term(rows, places, weights, choice, column, width, WEIGHED, HERE, PRODUCT, SUM)
-    if HERE:
-        total += 0.0  # the sum of negative zeros is zero, as in plain torch
-    for _ in tl.static_range(1, TOP_K):
-        choice += 1
-        total += _term(rows, places, weights, choice, column, width, WEIGHED, HERE, PRODUCT, SUM)
+    total = tl.zeros((COLUMNS,), dtype=SUM)
+    for back in tl.static_range(TOP_K):
+        choice = token * TOP_K + back
+        row = tl.load(places + choice)
+        columns = tl.where(row >= 0, width, 0)  # of no row, nothing is read
+        term = tl.load(rows + row * width + column, mask=column < columns, other=0).to(SUM)
+        if WEIGHED:
+            weight = tl.load(weights + (row if HERE else choice), mask=row >= 0, other=0).to(SUM)
+            term = (term * weight).to(PRODUCT).to(SUM)  # rounded to the wider dtype of both
+        total += term
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)

@@ -121,7 +121,6 @@ class ExpertParallelLayer(CountedLayer):
     def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         index, training, repeated = self.index, self._module.training, in_recompute()
         epoch = self._enter(topk_ids_TK.shape[-1])
-        dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
         row_counts, found = None, (None, None) if repeated else self._begin(hidden_TD, topk_ids_TK)
         slots_TK, counts = found
         # Nothing counts again, and metadata that is known is used again.
@@ -129,6 +128,7 @@ class ExpertParallelLayer(CountedLayer):
         with phase("route", "F", index, epoch):
             if metadata is None and slots_TK is None:
                 slots_TK, row_counts = self._slots(topk_ids_TK, counts)
+        dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
         begin = self.expert_clock.mark() if self.expert_clock.on and training else None
         with phase("dispatch", "F", index, epoch):
             if metadata is None:
@@ -138,10 +138,12 @@ class ExpertParallelLayer(CountedLayer):
         with phase("compute", "F", index, epoch), self._one_at_a_time:
             out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
         with phase("combine", "F", index, epoch):
-            combined_TD = dispatcher.combine(out_MD, dispatched)
+            learns, places = torch.is_grad_enabled() and out_MD.requires_grad, dispatched.metadata
+            in_flight = self._in_flight.track(topk_ids_TK, places, learns=learns, training=training, repeated=repeated)
+            combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
         if begin is not None:
             self.expert_clock.forward_ends(begin)
-        return self._in_flight.track(combined_TD, topk_ids_TK, dispatched.metadata, training, repeated)
+        return combined_TD
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> tuple[Tensor | None, Counted | None]:
         """Begin a forward that repeats none, and count its load; returns slots, or counts of each expert, or neither,
@@ -199,8 +201,7 @@ class HostDispatchedLayer(CountedLayer):
         self, hidden_TD: Tensor, chosen_TE: Tensor, weights_TE: Tensor, real_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return which tokens go where, and the router's weights, by slot. ``real_T``: False for padding."""
-        epoch = self._begin(hidden_TD, lambda: self._counter.count(self.index, chosen_TE, real_T))
-        with phase("route", "F", self.index, epoch):
+        with phase("route", "F", self.index, self.begin(hidden_TD, chosen_TE, real_T)):
             order = self.logical_of_slots
             return chosen_TE.index_select(1, order), weights_TE.index_select(1, order)
 
@@ -209,21 +210,17 @@ class HostDispatchedLayer(CountedLayer):
         """Return ids of slots for ids of logical experts. ``real_T``: False for padding; None: every token counts."""
         with _unseen_by_selective_checkpointing():
             self._table.require_known(self.index, topk_ids)
-            epoch = self._begin(hidden, lambda: self._counter.count(self.index, topk_ids, real_T))
-            with phase("route", "F", self.index, epoch):
+            with phase("route", "F", self.index, self.begin(hidden, topk_ids, real_T)):
                 return self._table.slots(self.index, topk_ids)
 
     @torch.compiler.disable
-    def begin(self, hidden_TD: Tensor, chosen_TE: Tensor, real_T: Tensor | None) -> None:
-        """Begin a forward for a host that itself carries rows to where `logical_of_slots` has them."""
-        self._begin(hidden_TD, lambda: self._counter.count(self.index, chosen_TE, real_T))
-
-    def _begin(self, hidden: Tensor, count: Callable[[], object]) -> int:
-        """Begin a forward, and count its load unless it repeats one; returns the epoch."""
+    def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:
+        """Begin a forward, as a host does that itself carries rows to where `logical_of_slots` has them, and count its
+        load unless it repeats one; returns the epoch. ``chosen``: as `LoadCounter.count` takes it."""
         epoch = self._enter()
         if not in_recompute():
             self.before(self.index)
             if self._load_counts(hidden):
                 with phase("count", "F", self.index, epoch):
-                    count()
+                    self._counter.count(self.index, chosen, real_T)
         return epoch

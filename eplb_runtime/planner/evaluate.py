@@ -109,9 +109,8 @@ def _floor(weight_LE: FloatArray, num_ranks: int, slots_per_rank: int) -> FloatA
         floor_L = np.maximum(floor_L, together_L)
     ranks = np.arange(1, num_ranks)
     heaviest_LN = upto_LN[:, -1:] - upto_LN[:, experts - ranks]
-    floor_L = np.maximum(
-        floor_L, ((heaviest_LN + upto_LN[:, ranks * (slots_per_rank - 1)]) / ranks).max(axis=1, initial=0.0)
-    )
+    together_LN = (heaviest_LN + upto_LN[:, ranks * (slots_per_rank - 1)]) / ranks
+    floor_L = np.maximum(floor_L, together_LN.max(axis=1, initial=0.0))
     if slots_per_rank == 2:
         floor_L = np.maximum(floor_L, (lightest_LE + lightest_LE[:, ::-1]).max(axis=1))
     return np.asarray(floor_L)
@@ -122,12 +121,13 @@ def _hottest_copy(weight_LE: FloatArray, spare: int, num_ranks: int) -> FloatArr
 
     Found by bisection on the answer: a maximum of x needs ceil(weight / x) copies of each expert.
     """
-    heaviest_L, total_L = weight_LE.max(axis=1), weight_LE.sum(axis=1)
+    heaviest_L, total_L, copies_LE = weight_LE.max(axis=1), weight_LE.sum(axis=1), np.empty_like(weight_LE)
+    needed_L = (weight_LE > 0.0).sum(axis=1)
     low_L = np.maximum(heaviest_L / num_ranks, total_L / (spare + weight_LE.shape[1]))  # on all ranks; all alike
     high_L = np.minimum(heaviest_L, total_L / spare)  # weight / x copies beside the first are enough
     for _ in range(HALVINGS):
         middle_L = np.maximum(0.5 * (low_L + high_L), 1e-300)
-        extra_L = (np.maximum(np.ceil(weight_LE / middle_L[:, None]), 1.0) - 1.0).sum(axis=1)
+        extra_L = np.ceil(np.divide(weight_LE, middle_L[:, None], out=copies_LE), out=copies_LE).sum(axis=1) - needed_L
         low_L, high_L = np.where(extra_L <= spare, low_L, middle_L), np.where(extra_L <= spare, middle_L, high_L)
     return np.asarray(low_L)
 

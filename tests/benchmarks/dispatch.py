@@ -136,13 +136,14 @@ def _rows(
     both = torch.stack([choices_R.double(), visits_TR.sum(dim=0).double()]).to(slots_TK.device)
     dist.all_reduce(both)
     busiest_bytes = both[1].max().item() * hidden_TD[0].nbytes
-    arrived: dict[tuple[str, str], Dispatched] = {}
+    carriers, arrived = dict[tuple[str, str], Dispatcher](), dict[tuple[str, str], Dispatched]()
 
     def there(way: tuple[str, str]) -> None:
-        arrived[way] = ways[way].dispatch(hidden_TD, weights_TK, ways[way].plan(slots_TK))
+        carriers[way] = carrier = ways[way].carrier(hidden_TD, weights_TK)
+        arrived[way] = carrier.dispatch(hidden_TD, weights_TK, carrier.plan(slots_TK))
 
     def back(way: tuple[str, str]) -> None:
-        ways[way].combine(arrived[way].rows_MD, arrived[way])
+        carriers[way].combine(arrived[way].rows_MD, arrived[way])
 
     calls: list[Callable[[], object]] = []
     for way in ways:

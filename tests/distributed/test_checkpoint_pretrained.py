@@ -228,13 +228,10 @@ def test_a_rollback_with_a_plain_dict_is_taken_by_all_ranks_or_by_none() -> None
         refused = said["after a move"] + said["a mixture"] + said["fresh"]
         assert all(line != "loaded" and "\n" not in line for line in refused)
         assert all("use eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict" in line for line in said["fresh"])
-        assert "mixes rows of" in said["a mixture"][0]
-        *marked, bare = said["after a move"]
-        assert "does not say which experts of" in bare and "does not say" in marked[3]
+        assert all("does not say that its rows of" in line for line in (*said["after a move"], *said["a mixture"]))
         assert said["an average"] == said["registered"] == ["loaded"]
         lost = [line != "loaded" for line in said["after a move back"]]
         assert lost == [False, False, False, True, False, False, True]
-    assert "on rank 0 of the EP group" in results[2]["after a move"][0]
 
 
 def of_another_rank(rank: int) -> list[str]:
@@ -254,7 +251,7 @@ def of_another_rank(rank: int) -> list[str]:
 
 def test_a_plain_dict_that_one_rank_alone_could_take_is_refused_by_all() -> None:
     for rank, said in enumerate(run_ranks(RANKS, of_another_rank)):
-        assert all("holds experts [" in line and "here stand" in line for line in said)
+        assert all("fits only the rank and placement that it was taken at" in line for line in said)
         assert all(line.startswith("rank ") == (rank == 0) for line in said[1:])
 
 

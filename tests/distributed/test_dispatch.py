@@ -252,7 +252,7 @@ def test_no_result_is_kept_where_the_tokens_are(ranks: list, kind: str) -> None:
 
 
 def rounded_to_float8(hidden: torch.Tensor) -> torch.Tensor:
-    rows = pack(hidden, None, 1, in_float8=True)
+    rows = pack(hidden, 1, in_float8=True)
     return unpack(rows, torch.arange(len(hidden)), hidden.shape[1])
 
 
@@ -305,9 +305,10 @@ def small_batches(
         with torch.set_grad_enabled(name == "learns"):
             expected = slow.dispatch(hidden, weights, slow.plan(slot_of_expert[ids]))
             deepep_double.CALLS.clear()
-            arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slot_of_expert[ids]))
+            way = dispatcher.carrier(hidden, weights)
+            arrived = way.dispatch(hidden, weights, way.plan(slot_of_expert[ids]))
             slots_M = arrived.counts_S.slot_of_rows(len(arrived.rows_MD))
-            out = dispatcher.combine(arrived.rows_MD * experts[mine][slots_M], arrived)
+            out = way.combine(arrived.rows_MD * experts[mine][slots_M], arrived)
         rows = ((rounded_to_float8(hidden) if dtype == "float8" else hidden).unsqueeze(1) * experts[ids]).double()
         found[name] = {
             "calls": list(deepep_double.CALLS),

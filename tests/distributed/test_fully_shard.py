@@ -46,10 +46,10 @@ def ask_for_what_does_not_work(rank: int) -> None:
     ep_group, twice = training.meshes(2, 2)[0]["ep"].get_group(), make_model("olmoe")
     eplb.shard_experts(twice, ep_group=ep_group)
     cases = {
-        "not along dimension 1: call fully_shard on the experts module itself": attached(Shard(0)),
-        "hold the same experts: call fully_shard on the experts module itself": attached(Shard(1), mesh="ep"),
-        "call fully_shard on the experts module itself": attached(None),
-        "call eplb_runtime.shard_experts(model) first": attached(Shard(1), spread=False),
+        "not along dimension 1: call eplb_runtime.shard_experts(model) first": attached(Shard(0)),
+        "hold the same experts: call eplb_runtime.shard_experts(model) first": attached(Shard(1), mesh="ep"),
+        "then fully_shard on the experts module itself": attached(None),
+        "is a DTensor of all experts: call eplb_runtime.shard_experts(model) first": attached(Shard(1), spread=False),
         "set_gradient_divide_factor was called": attached(Shard(1), divided=True),
         "leave dense_gradients='host'": attached(Shard(1), dense_gradients="allreduce"),
         "leave overlap=False": attached(Shard(1), overlap=True),

@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 
 import eplb_runtime as eplb
 from eplb_runtime.events import RebalancePlanned
-from eplb_runtime.moe.dispatch.all_to_all import AllToAll, OneRank
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatcher
 from eplb_runtime.moe.dispatch.hierarchical import Hierarchical
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
@@ -145,7 +145,7 @@ def forward_and_backward(dispatcher: Dispatcher) -> None:
 
 def on_one_rank(rank: int) -> None:
     context = DispatchContext.of(dist.group.WORLD, SLOTS)
-    plain, alone = AllToAll(context), OneRank(context)
+    plain, alone = Hierarchical(context, 1), AllToAll(context)
     for name, batch in ALONE.items():
         expected = there_and_back(plain, batch, 0)
         assert [differ(expected, one) for one in ways(alone, batch)] == [[]] * 3, name

@@ -125,7 +125,7 @@ def refused_by_place(folder: Path) -> Said:
     loads = (partial(job.models[0].load_state_dict, model), partial(job.models[0].load_state_dict, dict(model)))
     for load in (*loads, partial(job.optimizer.load_state_dict, optimizer)):
         said = said_by(load)
-        found += [("here stand", said), ("sharded_state_dict", said)]
+        found += [("that stand here", said), ("sharded_state_dict", said)]
     job.models[0].load_state_dict(job.models[0].state_dict())
     job.optimizer.load_state_dict(job.optimizer.state_dict())
     balancer.close()

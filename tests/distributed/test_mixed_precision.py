@@ -185,4 +185,4 @@ def test_schedule_free_optimizers_move_to_the_bit() -> None:
 
 
 def test_a_step_that_calls_the_step_of_its_base_is_one_step() -> None:
-    assert found("optimizer_table", ("AroundAdamW",)) == {"AroundAdamW": Outcome("to the bit")}
+    assert found("support.optimizer_table", ("AroundAdamW",)) == {"AroundAdamW": Outcome("to the bit")}

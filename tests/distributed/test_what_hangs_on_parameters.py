@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[Hung], object], str]] = {
     "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
     "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),
-    "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict holds experts ["),
+    "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict does not say"),
 }
 
 

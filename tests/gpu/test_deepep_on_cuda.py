@@ -10,7 +10,7 @@ import torch.distributed as dist
 from device import DEVICE, on_gpu, ranks_on_gpu
 from support.transport_contract import random_bytes, soon
 
-from eplb_runtime.config import DispatchConfig
+from eplb_runtime.config import BalancerConfig, DispatchConfig
 from eplb_runtime.distributed.transports import TRANSPORTS, deepep
 from eplb_runtime.distributed.transports.base import Message
 from eplb_runtime.moe.dispatch import choosing
@@ -18,6 +18,7 @@ from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, pack, unpack
 from eplb_runtime.moe.experts.compute import LocalExperts, SlotCounts
+from eplb_runtime.topology import Topology
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +31,7 @@ ORDERS = "logical", "by_rank"
 
 @pytest.fixture(autouse=True)
 def with_deepep() -> None:
-    if lacks := choosing.lacks(DEVICE, RANKS, RANKS):
+    if lacks := choosing.why_not_deepep(BalancerConfig(), Topology(RANKS, RANKS), SLOTS, DEVICE):
         pytest.skip(lacks)
 
 
@@ -50,7 +51,7 @@ def step(
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(tokens, WIDTH, generator=generator).to(device, dtype)
     if in_float8 == "before":
-        rows = pack(hidden, None, 1, in_float8=True)
+        rows = pack(hidden, 1, in_float8=True)
         hidden = unpack(rows, torch.arange(tokens, device=device), WIDTH)
     hidden.requires_grad_()
     slots = torch.stack([torch.randperm(RANKS * SLOTS, generator=generator)[:TOP_K] for _ in range(tokens)])
@@ -110,7 +111,7 @@ def small_batches(rank: int, in_float8: bool) -> list[tuple[list, list]]:
         weights = torch.rand(tokens[rank], TOP_K, generator=generator).to(device)
         both = []
         with torch.no_grad():
-            for dispatcher in (slow, fast):
+            for dispatcher in (slow, fast.carrier(hidden, weights)):
                 arrived = dispatcher.dispatch(hidden, weights, dispatcher.plan(slots))
                 out = dispatcher.combine(arrived.rows_MD, arrived)
                 both.append([arrived.rows_MD.cpu(), out.cpu()])

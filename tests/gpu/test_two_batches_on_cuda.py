@@ -17,6 +17,7 @@ from torch import Tensor
 import eplb_runtime as eplb
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
+from eplb_runtime.topology import Topology
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 RANKS, WIDTH = 2, 512
@@ -25,8 +26,8 @@ WAYS += [("deepep", order, 0) for order in ("logical", "by_rank")]
 
 
 def skip_without(dispatch: str) -> None:
-    lacks = "" if dispatch == "all_to_all" else choosing.lacks(DEVICE, RANKS, RANKS)
-    if lacks:
+    of_job = eplb.BalancerConfig(), Topology(RANKS, RANKS), 4, DEVICE
+    if dispatch != "all_to_all" and (lacks := choosing.why_not_deepep(*of_job)):
         pytest.skip(lacks)
 
 

@@ -240,20 +240,29 @@ class Buffer:
         self._fits(-(-row_bytes // 32) * 32, 0, config)
         CALLS.append("combine")
         DTYPES.append(x.dtype)
+        weights = topk_weights
+        assert weights is None or (
+            weights.dtype == torch.float32 and weights.is_contiguous() and len(weights) == len(x)
+        )
+        assert weights is None or weights.shape[1] <= 32
+        summed = self._summed(x, in_rank, prefix)
+        return summed, None if weights is None else self._summed(weights, in_rank, prefix), None
+
+    def _summed(self, rows: Tensor, in_rank: Tensor, prefix: Tensor) -> Tensor:
         received = torch.diff(prefix.squeeze(1), prepend=prefix.new_zeros(1)).tolist()
         sent = in_rank.sum(0).tolist()
-        back = torch.empty(sum(sent), x.shape[1], dtype=x.dtype)
-        x = x[: sum(received)]  # what is behind is not read
-        dist.all_to_all_single(back.view(torch.uint8), x.view(torch.uint8), sent, received, group=self.group)
-        total = torch.zeros(len(in_rank), x.shape[1])
+        back = torch.empty(sum(sent), rows.shape[1], dtype=rows.dtype)
+        rows = rows[: sum(received)]  # what is behind is not read
+        dist.all_to_all_single(back.view(torch.uint8), rows.view(torch.uint8), sent, received, group=self.group)
+        total = torch.zeros(len(in_rank), rows.shape[1])
         per_node = -(-self.group_size // self.nodes)
         of_ranks = back.split(sent)
         for first in range(0, self.group_size, per_node):
             of_node = torch.zeros_like(total)
             for rank in range(first, first + per_node):
                 of_node[in_rank[:, rank]] += of_ranks[rank].float()
-            total += of_node if self.nodes == 1 else of_node.to(torch.bfloat16).float()
-        return total.to(torch.bfloat16), None, None
+            total += of_node if self.nodes == 1 else of_node.to(rows.dtype).float()
+        return total.to(rows.dtype)
 
     def _unpacked(self, handle: tuple) -> tuple[Tensor, Tensor, Tensor]:
         """Of a handle: which tokens went to which ranks, how many came by rank, where they were."""

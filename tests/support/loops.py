@@ -516,15 +516,15 @@ def far_off(layout: Layout, scripts: list[str], **settings: bool | str) -> dict[
 
 def any_script(draw: Random, length: int) -> str:
     """Words in any order that a loop can have: another loss only of a forward with the weights as they are, steps of
-    gradients that are there, moves between steps."""
-    script, forward, gradients, between = "", False, False, False
-    while len(script) < length or not script.endswith("S"):
-        words = "BBBHNCRhLVZz" + "AA" * forward + "SSS" * gradients + "M" * between
+    gradients that are there, moves between steps, of experts whose gradients are zeroed."""
+    script, forward, gradients = "", False, False
+    while len(script) < length or script[-1] not in "SM":
+        words = "BBBHNCRhLVZz" + "AA" * forward + "SSS" * gradients
         word = draw.choice(words)
+        word += "ZM" * (word == "S" and draw.random() < 0.5)
         script += word
-        forward = word in "BH" or (forward and word != "S")
-        gradients = word in "BHA" or (gradients and word != "Z")
-        between = word == "S" or (between and word in "ZzM")
+        forward = word in "BH" or (forward and word[0] != "S")
+        gradients = word in "BHA" or (gradients and word[-1] not in "ZM")
     return script
 
 

@@ -109,7 +109,7 @@ def test_ranks_per_node(local_world_size: str | None, ep_groups: Sequence[Sequen
 # -- The package offers its public names and no others, each the very object of its room
 
 
-WITH_EXAMPLES = "events hosts placement planner.api planner.drop_in topology"
+WITH_EXAMPLES = "events placement planner.api planner.drop_in topology"
 """Rooms that would lose their examples unnoticed."""
 
 
@@ -236,7 +236,6 @@ OTHERS: dict[str, Any] = {
     "dispatch": "hierarchical",
     "kernels": False,
     "staging_bytes": 1000,
-    "move_gradients": True,
 }
 
 

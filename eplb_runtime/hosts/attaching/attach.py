@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ...balancer.balancer import Balancer
 from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Barrier, Divisors, ModelCheck, Runtime
+from ...balancer.runtime import Divisors, ModelCheck, Runtime
 from ...checkpoint.stream import Exporter, weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
 from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
-from ...distributed.ranks import Job, Ranks
+from ...distributed.ranks import Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports import measure
 from ...distributed.transports.base import Transport
@@ -58,25 +58,20 @@ from ...replicas.plan import RowTransport
 from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
-from ...utils.text import one_line
+from ...utils.text import counted, one_line
 from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
-from .description import AnyOptimizer, AttachError, MoELayer, Stage, spread_of
-from .optimizers import Optimizers, follow_forwards, homes_of, refuse_on_all
-from .self_test import LayerTest, problems_of
-from .sharding import (
-    Before,
-    cut_rows,
-    install_parameter,
-    make_buffers,
-    make_parameters,
-    note_of_odd_rows,
-    rows_of_rank,
-)
-from .state_hooks import Homes, mark_parameter, mark_state, warn_once_of_parts
+from .description import AnyOptimizer, AttachError, MoELayer, Request, Spread, Stage, mark_spread, spread_of
+from .optimizers import Optimizers, follow_forwards
+from .self_test import LayerTest
+from .sharding import Before, cut_rows, install_parameter, make_buffers, make_parameters
+from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
 from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
+_STEADY_ROW_BYTES = 128
+"""Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
+end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row is."""
 
 
 def attach_stages(
@@ -102,23 +97,23 @@ def attach_stages(
         config, ranks = layout_of(trial, config, ranks)
     single = trial is not None and trial.layout == "single"
     groups = join(stages, config, ranks, device)
-    request = Request(stages, optimizers, config, device, container, single, groups)
+    request = Request(stages, optimizers, config, groups, device, container, single)
     with rollback(groups) as undo:
         links = undo.enter_context(ExitStack())
         checked = check_all(request, links)
         steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
         undo.callback(Before([stage.model for stage in stages], steppers).restore)
         # Nothing in here waits for other ranks.
-        shards, runtime = _on_all_or_none(lambda: (made := shard(checked), build_runtime(checked, made)), groups)
+        runtime = _on_all_or_none(lambda: build_runtime(checked, shard(checked)), groups)
         checked.copies.open()
         balancer = _balancer(checked, runtime)
         links.pop_all()  # the balancer closes them
         links.callback(balancer.close)
-        _on_all_or_none(lambda: install(checked, shards, balancer), groups)
+        _on_all_or_none(lambda: install(checked, balancer), groups)
         balancer.begin()
-        for problem in problems_of([layer for _, _, layer in request.layers], checked.tests):
+        for problem in filter(None, (test.problem for test in checked.tests)):
             balancer.guard.report(problem)
-        of_bits = _notes(checked, shards)
+        of_bits = _notes(checked, balancer)
         # The last exchange: a rank that fails any later is one that the others do not learn of.
         _on_all_or_none(lambda: _record(checked, balancer), groups)
     groups.settle()
@@ -137,37 +132,6 @@ def attach_stages(
 
 
 @dataclass(frozen=True)
-class Request:
-    """Arguments of an attach whose ranks have found each other. ``single``: layers compute by their own code, since all
-    experts are on each rank."""
-
-    stages: Sequence[Stage]
-    optimizers: Sequence[AnyOptimizer]
-    config: BalancerConfig
-    device: torch.device
-    container: torch.optim.Optimizer | None
-    single: bool
-    groups: ProcessGroups
-
-    @property
-    def job(self) -> Job:
-        return self.groups.job
-
-    @property
-    def host_dispatches(self) -> bool:
-        return any(stage.host.dispatches for stage in self.stages)
-
-    @property
-    def layers(self) -> list[tuple[int, str, MoELayer]]:
-        """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""
-        return [
-            (self.job.first_layer(stage.number) + position, stage.prefix + layer.name, layer)
-            for stage in self.stages
-            for position, layer in enumerate(stage.host.layers)
-        ]
-
-
-@dataclass(frozen=True)
 class Checked(Request):
     """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
 
@@ -181,22 +145,44 @@ class Checked(Request):
 
 @dataclass(frozen=True)
 class Shards:
-    """What is left of the experts on this rank: parameters by name, and weak references to those they replace."""
+    """What is left of the experts on this rank, and weak references to the parameters that are replaced, by name."""
 
     registry: ExpertTensors
     banks: dict[int, ReplicaBank] = field(default_factory=dict)
-    layer_of_parameter: dict[str, int] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
     replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
 
-def join(stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device) -> ProcessGroups:
+def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: torch.device) -> None:
+    """``shard_experts`` for a model whose host has described it; errors as there."""
+    host, trial = stage.host, take_trial(keep=True)
+    if trial is not None:
+        config, ranks = layout_of(trial, config, ranks)
+    single = trial is not None and trial.layout == "single"
+    # A communicator of a job that leaves part of the world out would stay to the end of the process.
+    groups = join([stage], config, ranks, device, only_control=True)
+    asked = Request([stage], [], config, groups, device, None, single)
+    with rollback(groups) as undo:
+        placement = check(asked)
+        for problem in filter(None, (test.problem for test in try_together(asked))):
+            logger.warning("%s", problem)
+        undo.callback(Before([stage.model], []).restore)
+        for layer, rows in zip(host.layers, _rows_of_rank(placement, groups.job.ep_rank), strict=True):
+            for name in layer.parameters:
+                layer.put(name, cut_rows(layer, name, rows, device, single))
+            mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
+    groups.close()
+
+
+def join(
+    stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device, *, only_control: bool = False
+) -> ProcessGroups:
     """Make groups of all ranks. Collective."""
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
-        return ProcessGroups(ranks, [len(stage.host.layers) for stage in stages], device, config.timeout_seconds)
+        layers, seconds = [len(stage.host.layers) for stage in stages], config.timeout_seconds
+        return ProcessGroups(ranks, layers, device, seconds, only_control=only_control)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
 
@@ -213,8 +199,8 @@ def check_all(request: Request, links: ExitStack) -> Checked:
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement = check(request.stages, request.optimizers, config, groups, device)
-    tests = try_together([layer for _, _, layer in request.layers], config, groups)
+    placement = check(request)
+    tests = try_together(request)
     dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
     raise_on_all(dispatch.problem, groups)
     copies = _transport_of_copies(config, groups, topology, device)
@@ -230,55 +216,44 @@ def check_all(request: Request, links: ExitStack) -> Checked:
 
 
 def shard(made: Checked) -> Shards:
-    """Leave this rank its experts, and give the rest its memory."""
+    """Leave this rank its experts, in modules and optimizers, and give the rest its memory."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
-    config, job, placement = made.config, made.job, made.placement
-    homes_per_rank = placement.num_experts // len(job.row_ranks)
-    move_gradients = config.migration.move_gradients
-    shards = Shards(ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers, move_gradients))
-    gradients = ReplicaPool(config.replica_slots, made.copies.zeros, job.row_division) if made.optimizers else None
+    config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
+    slots, parts, homes_per_rank = config.replica_slots, job.row_division, placement.num_experts // len(job.row_ranks)
+    registry = ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers)
+    shards, rows_LH = Shards(registry), _rows_of_rank(placement, job.ep_rank)
+    gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
-            for own_name, tensor in layer.tensors().items():
-                shards.registry.add(index, own_name, tensor)
-        else:
-            _shard_layer(made, shards, index, name, layer, gradients)
-        for own_name in layer.parameters:
-            shards.layer_of_parameter[f"{name}.{own_name}"] = index
-            shards.parameters[f"{name}.{own_name}"] = layer.parameter(own_name)
+            for own, of_slots in layer.slots.items():
+                registry.add(index, own, tuple(map(layer.parameter, of_slots)))
+            continue
+        rows = rows_LH[index] if spread_of(layer.experts) is None else None
+        homes = [
+            layer.parameter(own) if rows is None else cut_rows(layer, own, rows, made.device, made.single)
+            for own in layer.parameters
+        ]
+        if slots:
+            shards.banks[index] = ReplicaBank(homes, slots, zeros, gradients, parts)
+            homes = shards.banks[index].parameters
+        for own, parameter in zip(layer.parameters, homes, strict=True):
+            if parameter is not (old := layer.parameter(own)):
+                shards.replaced[f"{name}.{own}"] = weakref.ref(old)
+                install_parameter(layer, own, parameter, rows, _of_torch(made.optimizers))
+            registry.add(index, own, parameter)
+        shards.replaced.update(layer.replaced)
     for stage in made.stages:
         make_parameters(stage.model, made.device)
     return shards
-
-
-def _shard_layer(
-    made: Checked, shards: Shards, index: int, name: str, layer: MoELayer, gradients: ReplicaPool | None
-) -> None:
-    """Put this rank's experts of a layer in the module and the optimizers, and register them."""
-    slots, parts, keep = made.config.replica_slots, made.job.row_division, made.single
-    spread, rows = spread_of(layer.experts) is not None, rows_of_rank(made.placement, made.job.ep_rank)[index]
-    homes = [layer.parameter(n) if spread else cut_rows(layer, n, rows, made.device, keep) for n in layer.parameters]
-    if slots:
-        shards.banks[index] = ReplicaBank(homes, slots, made.copies.zeros, gradients, parts)
-        homes = shards.banks[index].parameters
-    for own_name, parameter in zip(layer.parameters, homes, strict=True):
-        if parameter is not (old := layer.parameter(own_name)):
-            shards.replaced[f"{name}.{own_name}"] = weakref.ref(old)
-            install_parameter(layer, own_name, parameter, None if spread else rows, _of_torch(made.optimizers))
-        shards.registry.add(index, own_name, parameter)
-    shards.replaced.update(layer.replaced)
 
 
 def build_runtime(made: Checked, shards: Shards) -> Runtime:
     """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
     way."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
-    channels = MicroBatchChannels(
-        MicroBatchChannel(groups.dispatch, groups.counts),
-        device,
-        seconds=host_timeout(groups.backend).total_seconds(),
-    )
+    seconds = host_timeout(groups.backend).total_seconds()
+    channels = MicroBatchChannels(MicroBatchChannel(groups.dispatch, groups.counts), device, seconds=seconds)
     kernels = kernels_for(device) if config.dispatch.kernels else Kernels()
     maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
@@ -289,24 +264,24 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
-    named = {stage.prefix + n: (stage, p) for stage in made.stages for n, p in stage.model.named_parameters()}
-    rest = {name: (stage, p) for name, (stage, p) in named.items() if id(p) not in experts}
-    is_sharded = any(is_sliced(p) for _, p in rest.values())
+    named = [(stage, stage.prefix + n, p) for stage in made.stages for n, p in stage.model.named_parameters()]
+    dense = [(stage, name, p) for stage, name, p in named if id(p) not in experts]
+    is_sharded = any(is_sliced(p) for *_, p in dense)
     divisors = Divisors.of(job, by_host=made.host_dispatches, dense_is_sharded=is_sharded)
     real_tokens = {id(layer): stage.host.real_tokens for stage in made.stages for layer in stage.host.layers}
     layers: list[ExpertParallelLayer | HostDispatchedLayer] = []
-    gather = ReplicaGather(groups.parts, groups.twins)
     for (index, _, layer), test in zip(made.layers, made.tests, strict=True):
         if layer.compute is None:
             layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
-            here = _local_experts(index, layer, job, divisors, maps.replicas, shards.banks.get(index), gather)
+            here = _local_experts(made, index, layer, divisors, maps.replicas, shards.banks.get(index))
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
             watch(layers[-1].see)
         else:
             layer.install(layers[-1])
+    everyone, timeout = job.ranks, config.timeout_seconds
     return Runtime(
         config=config,
         groups=groups,
@@ -316,10 +291,10 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         counter=counter,
         expert_clock=clock,
         maps=maps,
-        dense_parameters={name: p for name, (stage, p) in rest.items() if stage.host.dense_is_equal},
+        dense_parameters={name: p for stage, name, p in dense if stage.host.dense_is_equal},
         device=device,
-        layer_of_parameter=shards.layer_of_parameter,
-        parameters=shards.parameters,
+        layer_of_parameter={f"{name}.{own}": index for index, name, layer in made.layers for own in layer.parameters},
+        parameters={name: parameter for name, _, parameter in made.experts},
         layers=layers,
         host_dispatches=made.host_dispatches,
         channels=channels,
@@ -329,13 +304,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
             shards.replaced,
         ),
         divisors=divisors,
-        barrier=_barrier(list(job.ranks), config.timeout_seconds),
+        barrier=lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds),
     )
-
-
-def _barrier(everyone: Sequence[int], timeout: float) -> Barrier:
-    """Return `wait_for_ranks`, for this job. It holds on to nothing of the model."""
-    return lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds)
 
 
 def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
@@ -364,32 +334,30 @@ def _balancer(made: Checked, runtime: Runtime) -> Balancer:
         for stage in made.stages
     }
     return Balancer(
-        runtime,
-        made.transport,
-        lambda balancer: Optimizers(balancer, named),
-        lambda balancer: Exporter(balancer, listed),
+        runtime, made.transport, partial(Optimizers, parameters=named), partial(Exporter, weights_of_stages=listed)
     )
 
 
-def install(made: Checked, shards: Shards, balancer: Balancer) -> None:
+def install(made: Checked, balancer: Balancer) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
-    balancer.runtime.model_check.keep_from_ddp(shards.parameters.values())
+    balancer.runtime.model_check.keep_from_ddp(balancer.runtime.parameters.values())
     for stage in made.stages:
-        _mark(stage, balancer)
+        object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
+        object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
+        # Copying and pickling ask the object before its class. A part of the model would compute with its experts, too.
+        for module in (stage.model, *(layer.experts for layer in stage.host.layers)):
+            object.__setattr__(module, "__reduce_ex__", balancer.__reduce_ex__)
         stage.host.save_together(balancer)
     saves_itself = any(stage.host.saves_itself for stage in made.stages)
-    on_partial: Callable[[Homes], None] = (lambda homes: None) if saves_itself else warn_once_of_parts()
+    of_part = (lambda *_: None) if saves_itself else cache(partial(logger.warning, OF_ONE_RANK))
     for index, name, layer in made.layers:
-        homes = partial(homes_of, balancer, index)
-        made_with = homes().here if layer.slots else None
-        refuse = partial(refuse_on_all, balancer, f"load_state_dict of {name}")
-        mark_state(layer.experts, name, homes, refuse, made_with=made_with, on_partial=on_partial)
-        for own_name in layer.parameters if made.job.ep_size > 1 and made_with is None else ():
+        mark_state(layer.experts, name, balancer, index, None if layer.slots else of_part)
+        for own_name in layer.parameters if made.job.ep_size > 1 and not layer.slots else ():
             mark_parameter(layer.parameter(own_name))
     for stage in made.stages:
         balancer.closing.callback(stage.host.watch_batches().remove)
-        layers = {layer for name, layer in shards.layer_of_parameter.items() if name.startswith(stage.prefix)}
-        follow_forwards(stage.model, balancer.loop, frozenset(layers))
+        here = frozenset(index for index, name, _ in made.layers if name.startswith(stage.prefix))
+        follow_forwards(stage.model, balancer.loop, here)
     balancer.optimizer_hooks.add(made.optimizers, made.container)
     if "torch._dynamo" in sys.modules:  # graphs made by now do not look whether a module has been given hooks since
         torch.compiler.reset()
@@ -424,34 +392,51 @@ def _record(made: Checked, balancer: Balancer) -> None:
     balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
-def _notes(made: Checked, shards: Shards) -> list[str]:
+def _rows_of_rank(placement: Placement, rank: int) -> Tensor:
+    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
+    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
+
+
+def _notes(made: Checked, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
-    of_hosts = [line for stage in made.stages for line in stage.host.notes]
+    found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
+    on_cpu = {
+        name: one for name, one in balancer.runtime.parameters.items() if one.ndim > 2 and one.device.type == "cpu"
+    }
+    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu.items()}
+    odd = [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]
+    if odd:
+        rows = " and ".join(map(str, widths[odd[0]]))
+        found.append(
+            f"{len(odd)} expert tensors, such as {odd[0]}, make rows of {rows} bytes: on a CPU last bits of results "
+            f"may differ by placement; widths that are multiples of {_STEADY_ROW_BYTES} bytes avoid it"
+        )
     drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
-    draws = (
-        f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
-        "(dropout): which ones they get depends on placement; without dropout in experts results do not"
-        if drawing
-        else ""
-    )
-    odd = note_of_odd_rows(shards.parameters)
-    return list(dict.fromkeys(filter(None, [*of_hosts, *notes(made.config), odd, draws])))
+    if drawing:
+        found.append(
+            f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
+            "(dropout): which ones they get depends on placement; without dropout in experts results do not"
+        )
+    return list(dict.fromkeys(found))
 
 
 def _log_attached(balancer: Balancer) -> None:
     """Log how experts are spread."""
-    config, placement, ranks = balancer.config, balancer.placement, balancer.topology.num_ranks
+    config, placement = balancer.config, balancer.placement
     decisions = "rebalance() decides" if config.interval is None else f"a decision every {config.interval} steps"
+    if config.policy == "static":
+        decisions = "experts stay where they are (policy='static')"
+    slots = f" and {config.replica_slots} replica slots" if config.replica_slots else ""
+    layers, ranks = counted(placement.num_layers, "MoE layer"), counted(placement.num_ranks, "rank")
+    each = placement.num_experts // placement.num_ranks
     logger.info(
-        "attached: %d MoE %s of %d experts, %d on each of %d %s%s; %s",
-        placement.num_layers,
-        "layer" if placement.num_layers == 1 else "layers",
+        "attached: %s of %d experts, %d on each of %s%s; %s",
+        layers,
         placement.num_experts,
-        placement.num_experts // ranks,
+        each,
         ranks,
-        "rank" if ranks == 1 else "ranks",
-        f" and {config.replica_slots} replica slots" if config.replica_slots else "",
-        "experts stay where they are (policy='static')" if config.policy == "static" else decisions,
+        slots,
+        decisions,
     )
 
 
@@ -464,15 +449,6 @@ def _on_all_or_none(work: Callable[[], T], groups: ProcessGroups, what: str = ""
         problem = what + one_line(error, with_type=not what)
     raise_on_all(problem, groups)
     return result[0]
-
-
-def _mark(stage: Stage, balancer: Balancer) -> None:
-    """Leave on a model what finds its balancer again."""
-    object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
-    object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
-    # Copying and pickling ask the object before its class. A part of the model would compute with its experts, too.
-    for module in (stage.model, *(layer.experts for layer in stage.host.layers)):
-        object.__setattr__(module, "__reduce_ex__", balancer.__reduce_ex__)
 
 
 def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
@@ -519,32 +495,24 @@ def _transport_of_copies(
 
 
 def _local_experts(
+    made: Checked,
     index: int,
     layer: MoELayer,
-    job: Job,
     divisors: Divisors,
     replicas: ReplicaSync | None,
     bank: ReplicaBank | None,
-    gather: ReplicaGather,
 ) -> LocalExperts:
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
-    leaves = _live_parameters(layer)
-    sliced = any(is_sliced(parameter) for parameter in leaves)
+    sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
+    live_weights = layer.live_weights or (lambda: [layer.parameter(name) for name in layer.parameters])
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
-    of_slices = 1.0 if job.divided_rows else job.gradient_divisor / len(job.edp_ranks)
+    of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
     divisor = of_slices if sliced else divisors.in_layers
-    if replicas is None and layer.live_weights is not None:
-        return LocalExperts(compute, layer.live_weights, divisor=1.0 if sliced else divisor)
-    if replicas is None:
-        return LocalExperts(compute, partial(_live_parameters, layer), divisor)
-    assert bank is not None
+    if replicas is None or bank is None:
+        return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
     if bank.is_sliced:
-        live_weights = layer.live_weights or partial(_live_parameters, layer)
+        gather = ReplicaGather(made.groups.parts, made.groups.twins)
         return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
     return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
-
-
-def _live_parameters(layer: MoELayer) -> list[Tensor]:
-    return [layer.parameter(name) for name in layer.parameters]

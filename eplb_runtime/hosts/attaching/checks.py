@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -10,7 +9,7 @@ from itertools import islice
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -19,19 +18,17 @@ from ...config import BalancerConfig, DispatchConfig
 from ...distributed.consensus import barrier, deviating, first_problem, gather_json, has_another
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
-from ...moe.experts.elementwise import check_elementwise
-from ...moe.experts.optimizer_state import OptimizerStateError
 from ...moe.experts.slices import has_divide_factor, is_sliced, local, why_not_rows, why_not_slices
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.text import one_line
-from .description import AnyOptimizer, AttachError, HostModel, MoELayer, Spread, Stage, recorded, spread_of
-from .optimizers import why_shared
-from .self_test import LayerTest, problems_of, try_layers
+from .description import AttachError, Request, Stage, recorded, spread_of
+from .optimizers import held_by, why_not_stepped
+from .self_test import LayerTest, try_layers
 
-_UNEVEN = "the MoE layers have different numbers of experts ({}); they must be equal"
-_Fact = tuple[str, str, str, bool]
-"""Something that ranks with the same stages, or all (the last), must have in common; its text; what to do."""
+_Fact = tuple[str, str | None, str, bool]
+"""Something that ranks with the same stages, or all (the last), must have in common; its text; what to do. None: this
+rank has nothing of it."""
 
 
 def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
@@ -60,122 +57,98 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     return device
 
 
-def check(
-    stages: Sequence[Stage],
-    optimizers: Sequence[AnyOptimizer],
-    config: BalancerConfig,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> Placement:
+def check(asked: Request) -> Placement:
     """Return the placement to start from, or refuse before anything is changed. Collective; all ranks raise, or none:
     one exchange has what each rank refuses by itself, all at once, and what ranks must have in common."""
-    layers, job = [layer for stage in stages for layer in stage.host.layers], groups.job
+    config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
-    problem = "; also, ".join(_problems(stages, optimizers, config, groups, device))
+    problem = "; also, ".join(_problems(asked))
     if not problem:
         try:
             if (path := config.initial_placement) is not None:
                 given = path if isinstance(path, Placement) else Placement.load(path)
-            facts = _facts(stages, optimizers, config, job, "" if given is None else given.digest())
+            facts = _facts(asked, "" if given is None else given.digest())
         except (AttachError, PlacementError) as error:
             problem = f"initial_placement: {error}" if isinstance(error, PlacementError) else str(error)
-    before = spread_of(layers[0].experts) if layers else None
-    digests = [xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
-    mine = (problem, digests, layers[0].num_experts if layers else 0, before is not None)
+    digests = [text and xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
+    mine = (problem, digests, max((layer.num_experts for _, _, layer in asked.layers), default=0))
     said = dict(zip(job.ranks, gather_json(mine, groups.control), strict=True))
     for rank, (refused, *_) in said.items():
         if refused:
             raise AttachError(problem or f"rank {rank}: {refused}")
     for number, (what, _, hint, over_all) in enumerate(facts):
-        of_ranks = {rank: of_rank[number] for rank, (_, of_rank, *_) in said.items()}
+        of_ranks = {rank: of_rank[number] for rank, (_, of_rank, _) in said.items() if of_rank[number] is not None}
         for together in [job.ranks] if over_all else job.data_sets:
-            if odd := deviating(of_ranks, together):
-                raise AttachError(f"{has_another(odd, what, together[0])}: {hint}")
-    counts, spread = ({one[place] for one in said.values() if one[2]} for place in (2, 3))
-    if not counts:
+            having = [rank for rank in together if rank in of_ranks]
+            if odd := deviating(of_ranks, having):
+                raise AttachError(f"{has_another(odd, what, having[0])}: {hint}")
+    if not (experts := max(count for *_, count in said.values())):
         raise AttachError("no stage has an MoE layer: nothing to balance")
-    if len(counts) > 1:
-        raise AttachError(_UNEVEN.format(sorted(counts)))
-    if len(spread) > 1:
-        raise AttachError("shard_experts was called for some pipeline stages and not for others: call it for all")
-    placement = _initial_placement(config, job, min(counts), given)
-    if before is not None:
-        _check_spread(before, placement, min(counts), config, job)
+    placement = _initial_placement(config, job, experts, given)
+    before = spread_of(asked.layers[0][2].experts) if asked.layers else None
+    logical = Placement.initial(job.num_layers, experts, job.ep_size, config.replica_slots).digest()
+    if before and (before.placement or logical, before.ep_ranks) != (placement.digest(), job.ep_ranks):
+        raise AttachError(
+            "the experts were spread before, over another EP group or by another placement (logical order, where a "
+            "framework made them): give both the same config and ep_group, and go to another placement by "
+            "balancer.load_state_dict"
+        )
     return placement
 
 
-def try_together(layers: Sequence[MoELayer], config: BalancerConfig, groups: ProcessGroups) -> list[LayerTest]:
+def try_together(asked: Request) -> list[LayerTest]:
     """Return what tests of layers find, or refuse. Collective, after `check`: a layer's own way may wait for others."""
-    tests = try_layers(layers, config.guard)
-    raise_on_all("" if config.guard == "warn" else next(iter(problems_of(layers, tests)), ""), groups)
+    tests = try_layers([layer for _, _, layer in asked.layers], asked.config.guard)
+    problem = next((test.problem for test in tests if test.problem), "")
+    raise_on_all("" if asked.config.guard == "warn" else problem, asked.groups)
     return tests
 
 
-def _facts(
-    stages: Sequence[Stage], optimizers: Sequence[AnyOptimizer], config: BalancerConfig, job: Job, placement: str
-) -> list[_Fact]:
-    layers = [layer for stage in stages for layer in stage.host.layers]
-    is_spread = any(spread_of(layer.experts) is not None for layer in layers)
+def _facts(asked: Request, placement: str) -> list[_Fact]:
     weights = {
         stage.prefix + name: tensor
-        for stage in ([] if is_spread else stages)
+        for stage in ([] if asked.is_spread else asked.stages)
         for name, tensor in stage.model.state_dict().items()
         if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)  # of which each rank has a part
     }
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
-    state = _layout_of_state(layers, optimizers, job)
-    alike = "give all ranks the same config"
+    experts = asked.layers[0][2].num_experts if asked.layers else None
+    spread, alike = None if experts is None else str(asked.is_spread), "give all ranks the same config"
     return [
-        *((f"{name} in its config", text, alike, True) for name, text in config.described().items()),
+        *((f"{name} in its config", text, alike, True) for name, text in asked.config.described().items()),
         ("initial placement", placement, "give all ranks the same one, or copies of one file", True),
-        ("division of optimizer state", state, "spread experts and make the optimizer alike on all ranks", False),
-        ("answer to whether shard_experts was called", str(is_spread), "call it on all", False),
+        ("number of experts in its MoE layers", None if experts is None else str(experts), "they must be equal", True),
+        ("answer to whether shard_experts was called", spread, "call it for all stages, on all ranks", True),
+        (
+            "division of optimizer state",
+            _layout_of_state(asked),
+            "make experts and optimizer alike on all ranks",
+            False,
+        ),
         ("model", shapes, "build the same model on every rank", False),
         ("set of weights", fingerprint.hex(), "seed all ranks equally, or load the same checkpoint", False),
     ]
 
 
-def _problems(
-    stages: Sequence[Stage],
-    optimizers: Sequence[AnyOptimizer],
-    config: BalancerConfig,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> list[str]:
+def _problems(asked: Request) -> list[str]:
     """Return what one rank refuses by itself: the first finding of each kind."""
-    layers = [layer for stage in stages for layer in stage.host.layers]
-    is_spread = any(spread_of(layer.experts) is not None for layer in layers)
-    replaced = [layer for layer in layers if config.replica_slots or spread_of(layer.experts) is None]
     found = list[str]()
-    for problems in (
-        _of_models(stages, layers, config, groups, device),
-        (one for layer in layers for one in _of_tensors(layer, groups)),
-        (one for layer in replaced for one in _of_what_is_lost(layer)),
-        _of_ties([stage.model for stage in stages], layers),
-        _of_device(device),
-        _of_optimizers(optimizers, layers, config),
-        (one for stage in stages if is_spread for one in _of_sharding(stage.model, stage.host, config, groups.job)),
-    ):
+    for kind in (_of_models, _of_tensors, _of_what_is_lost, _of_ties, _of_device, _of_optimizers, _of_sharding):
         try:
-            found += islice(problems, 1)
+            found += islice(kind(asked), 1)
         except Exception:
             if not found:  # else it follows from what is refused
                 raise
     return found
 
 
-def _of_models(
-    stages: Sequence[Stage],
-    layers: Sequence[MoELayer],
-    config: BalancerConfig,
-    groups: ProcessGroups,
-    device: torch.device,
-) -> Iterator[str]:
-    if len({spread_of(layer.experts) for layer in layers}) > 1:
+def _of_models(asked: Request) -> Iterator[str]:
+    config, slots = asked.config, asked.config.replica_slots
+    if len({spread_of(layer.experts) for _, _, layer in asked.layers}) > 1:
         yield "some MoE layers were spread by shard_experts and others were not: build the model again"
-    for stage in stages:
-        if stage.host.dispatches and (slots := config.replica_slots):
+    for stage in asked.stages:
+        if stage.host.dispatches and slots:
             yield f"replica_slots={slots}: the framework's own dispatcher knows one place for an expert; set it to 0"
         if stage.host.dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
             yield "dispatch: the framework's own dispatcher sends tokens; leave dispatch out"
@@ -185,14 +158,15 @@ def _of_models(
             yield "record is open on this model: close it, and attach with BalancerConfig(run=...) instead"
         if sparse := [name for name, one in stage.model.named_modules() if getattr(one, "sparse", False) is True]:
             yield f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False"
-    if len(counts := {layer.num_experts for layer in layers}) > 1:
-        yield _UNEVEN.format(sorted(counts))
-    if config.replica_slots and device.type != "cpu" and groups.backend == "gloo":
+    if len(counts := {layer.num_experts for _, _, layer in asked.layers}) > 1:
+        yield f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal"
+    if slots and asked.device.type != "cpu" and asked.groups.backend == "gloo":
         yield "replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')"
 
 
-def _of_device(device: torch.device) -> Iterator[str]:
+def _of_device(asked: Request) -> Iterator[str]:
     """Kernels of Triton and of DeepEP run on this thread's current GPU."""
+    device = asked.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         yield (
             f"the experts are on {device}, and this process works on GPU {torch.cuda.current_device()}: call "
@@ -200,45 +174,60 @@ def _of_device(device: torch.device) -> Iterator[str]:
         )
 
 
-def _check_spread(before: Spread, placement: Placement, num_experts: int, config: BalancerConfig, job: Job) -> None:
-    """Experts that were cut before are cut as they are wanted now; the same on every rank."""
-    stands = before.placement
-    if not stands:
-        stands = Placement.initial(job.num_layers, num_experts, job.ep_size, config.replica_slots).digest()
-        if placement.digest() != stands:
-            raise AttachError(
-                "the model was made with its experts in logical order: leave initial_placement out, and go to a "
-                "placement by balancer.load_state_dict"
+def _of_tensors(asked: Request) -> Iterator[str]:
+    """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
+    job = asked.job
+    for name, layer, parameter in asked.experts:
+        kind, wrong = type(parameter.data), ""
+        if not isinstance(parameter, DTensor):
+            if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
+                yield (
+                    f"{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
+                    "load the model in bfloat16, float16 or float32"
+                )
+        elif job.divided_rows:
+            if wrong := why_not_rows(parameter, job.row_rank, len(job.row_ranks)):
+                yield f"{name} {wrong}: it cannot be moved by expert"
+        elif has_divide_factor(layer.experts):
+            yield (
+                f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for "
+                "FSDP's own average over EDP; leave it out"
             )
-    if (stands, before.ep_ranks) != (placement.digest(), job.ep_ranks):
-        raise AttachError(
-            "shard_experts was given another EP group or initial placement: give both the same config and ep_group"
-        )
+        else:
+            if not isinstance(layer.experts, FSDPModule):
+                wrong = f"belongs to an FSDP module around {layer.name}"
+            all_here = "is a DTensor of all experts" if spread_of(layer.experts) is None else ""
+            if wrong := all_here or why_not_slices(parameter, job.edp_ranks) or wrong:
+                yield (
+                    f"{name} {wrong}: call eplb_runtime.shard_experts(model) first, then fully_shard on the experts "
+                    "module itself, with the mesh of the ranks that hold the same experts and shard_placement_fn="
+                    "lambda parameter: Shard(1); or leave experts out of fully_shard (ignored_params)"
+                )
 
 
-def _of_sharding(model: nn.Module, host: HostModel, config: BalancerConfig, job: Job) -> Iterator[str]:
+def _of_sharding(asked: Request) -> Iterator[str]:
     """A model that was cut before, and perhaps wrapped by ``fully_shard``."""
-    if config.dense_gradients == "allreduce" and any(isinstance(p, DTensor) for p in model.parameters()):
+    config, job, slots = asked.config, asked.job, asked.config.replica_slots
+    every = [parameter for stage in asked.stages if asked.is_spread for parameter in stage.model.parameters()]
+    if config.dense_gradients == "allreduce" and any(isinstance(parameter, DTensor) for parameter in every):
         yield "fully_shard averages gradients itself: leave dense_gradients='host'"
-    experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in host.layers for name in layer.parameters}
-    sliced = {name: parameter for name, parameter in experts.items() if isinstance(parameter, DTensor)}
-    if sliced and len(sliced) < len(experts):
-        whole = next(name for name in experts if name not in sliced)
+    sliced = [(name, one) for name, _, one in asked.experts if isinstance(one, DTensor) and asked.is_spread]
+    for whole in [name for name, _, one in asked.experts if not isinstance(one, DTensor)] if sliced else ():
         yield (
-            f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all expert parameters of all "
-            "MoE layers, or none"
+            f"fully_shard slices {sliced[0][0]} and leaves {whole} whole: give it all expert parameters of all MoE "
+            "layers, or none"
         )
-    if config.overlap and (sliced or job.divided_rows):
+    if config.overlap and asked.is_spread and (sliced or job.divided_rows):
         yield (
             "overlap=True with experts that fully_shard slices: they are gathered before their layer's forward, so "
             "they move between steps; leave overlap=False, or leave the experts out of fully_shard (ignored_params)"
         )
-    if sliced and config.replica_slots and len(job.stage_sets) > 1:
+    if sliced and slots and len(job.stage_sets) > 1:
         yield (
             "replica slots of experts that fully_shard slices, in pipeline stages: leave the experts out of "
             "fully_shard (ignored_params), or set replica_slots=0"
         )
-    for name, parameter in sliced.items() if config.replica_slots else ():
+    for name, parameter in sliced if slots else ():
         if job.divided_rows and parameter.shape[1] % job.row_division:
             yield (
                 f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_division} slices along "
@@ -251,22 +240,11 @@ def _of_sharding(model: nn.Module, host: HostModel, config: BalancerConfig, job:
             )
 
 
-def _of_tensors(layer: MoELayer, groups: ProcessGroups) -> Iterator[str]:
-    """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
-    for name, parameter in ((f"{layer.name}.{name}", layer.parameter(name)) for name in layer.parameters):
-        kind = type(parameter.data)
-        if isinstance(parameter, DTensor):
-            yield from _of_slices(layer, name, parameter, groups)
-        elif kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
-            yield (
-                f"{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
-                "load the model in bfloat16, float16 or float32"
-            )
-
-
-def _of_what_is_lost(layer: MoELayer) -> Iterator[str]:
+def _of_what_is_lost(asked: Request) -> Iterator[str]:
     """Its parameters are about to be replaced by those of this rank's experts: what hangs on them would be gone."""
-    for name, parameter in ((f"{layer.name}.{name}", layer.parameter(name)) for name in layer.parameters):
+    for name, layer, parameter in asked.experts:
+        if not asked.config.replica_slots and spread_of(layer.experts) is not None:
+            continue
         if foreign_hooks(parameter):
             yield (
                 f"{name} has gradient hooks, and attach puts this rank's experts in its place: register "
@@ -279,14 +257,14 @@ def _of_what_is_lost(layer: MoELayer) -> Iterator[str]:
             )
 
 
-def _of_ties(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> Iterator[str]:
+def _of_ties(asked: Request) -> Iterator[str]:
     """Each expert tensor is in one place; in the others it would go on as it is, with all experts."""
     of_layer = {
-        id(layer.parameter(name)): (layer.experts.get_submodule(name.rpartition(".")[0]), f"{layer.name}.{name}")
-        for layer in layers
-        for name in layer.parameters
+        id(layer.parameter(own)): (layer.experts.get_submodule(own.rpartition(".")[0]), f"{name}.{own}")
+        for _, name, layer in asked.layers
+        for own in layer.parameters
     }
-    for path, module in (named for model in models for named in model.named_modules()):
+    for path, module in (named for stage in asked.stages for named in stage.model.named_modules()):
         for own_name, parameter in module._parameters.items():
             owner, name = of_layer.get(id(parameter), (module, ""))
             if owner is not module:
@@ -296,56 +274,24 @@ def _of_ties(models: Sequence[nn.Module], layers: Sequence[MoELayer]) -> Iterato
                 )
 
 
-def _of_slices(layer: MoELayer, name: str, parameter: DTensor, groups: ProcessGroups) -> Iterator[str]:
-    if groups.job.divided_rows:
-        if wrong := why_not_rows(parameter, groups.job.row_rank, len(groups.job.row_ranks)):
-            yield f"{name} {wrong}: it cannot be moved by expert"
-        return
-    if spread_of(layer.experts) is None:
-        yield (
-            f"{name} is a DTensor of all experts: call eplb_runtime.shard_experts(model) first and fully_shard after "
-            "it, or leave expert parameters out of fully_shard (ignored_params)"
-        )
-    wrong = why_not_slices(parameter, groups.job.edp_ranks)
-    if not wrong and not isinstance(layer.experts, FSDPModule):
-        wrong = f"belongs to an FSDP module around {layer.name}"
-    if wrong:
-        yield (
-            f"{name} {wrong}: call fully_shard on the experts module itself, with the mesh of the ranks that hold the "
-            "same experts and shard_placement_fn=lambda parameter: Shard(1)"
-        )
-    if has_divide_factor(layer.experts):
-        yield (
-            f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for FSDP's own "
-            "average over EDP; leave it out"
-        )
-
-
-def _of_optimizers(
-    optimizers: Sequence[AnyOptimizer], layers: Sequence[MoELayer], config: BalancerConfig
-) -> Iterator[str]:
-    experts = {f"{layer.name}.{name}": layer.parameter(name) for layer in layers for name in layer.parameters}
-    held_here = {id(parameter) for parameter in experts.values()}
-    each = any(layer.slots for layer in layers)
+def _of_optimizers(asked: Request) -> Iterator[str]:
+    held_here = {id(parameter) for _, _, parameter in asked.experts}
+    each = any(layer.slots for _, _, layer in asked.layers)
     stepping: list[tuple[torch.optim.Optimizer, set[int] | None]] = []
-    for one in optimizers:
+    for one in asked.optimizers:
         # Those inside a framework's own may step masters instead.
         stepping += [(one, held_here)] if isinstance(one, torch.optim.Optimizer) else [(o, None) for o in one.inside]
     for optimizer, of_experts in stepping:
-        if why := why_shared(optimizer):
+        if why := why_not_stepped(optimizer, of_experts, each=each, known=asked.config.elementwise):
             yield why
-        try:
-            check_elementwise(optimizer, of_experts, each=each, known=config.elementwise)
-        except OptimizerStateError as error:
-            yield str(error)
         values = (value for state in optimizer.state.values() for value in state.values())
         if any(isinstance(value, Tensor) and value.is_meta for value in values):
             yield (
                 f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
                 "use an optimizer that makes it at its first step, or build the model with memory"
             )
-    held = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    for name, parameter in experts.items() if optimizers else ():
+    held = held_by(asked.optimizers)
+    for name, _, parameter in asked.experts if asked.optimizers else ():
         times = held[id(parameter)]
         if parameter.requires_grad and not times:
             yield (
@@ -356,10 +302,10 @@ def _of_optimizers(
             yield f"{name} is in {times} optimizers: give each parameter to one"
 
 
-def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimizer], job: Job) -> str:
+def _layout_of_state(asked: Request) -> str:
     """Which ranks keep what of the state in each slot, in words that are equal for all ranks with the same stages."""
-    found = []
-    for optimizer in optimizers:
+    found, job = [], asked.job
+    for optimizer in asked.optimizers:
         if isinstance(optimizer, torch.optim.Optimizer) or not optimizer.divides_over:
             continue
         if not job.divided_state or optimizer.divides_over != job.edp_ranks:
@@ -367,7 +313,7 @@ def _layout_of_state(layers: Sequence[MoELayer], optimizers: Sequence[AnyOptimiz
                 f"the optimizer divides experts over ranks {list(optimizer.divides_over)}, and ranks "
                 f"{list(job.edp_ranks)} hold the same ones: give attach the model as the optimizer was made for it"
             )
-        found += [str(optimizer.ranges_of(layer.parameter(name))) for layer in layers for name in layer.parameters]
+        found += [str(optimizer.ranges_of(parameter)) for _, _, parameter in asked.experts]
     return " ".join(found)
 
 

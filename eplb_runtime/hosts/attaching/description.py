@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
-from ...distributed.ranks import Ranks
+from ...distributed.process_groups import ProcessGroups
+from ...distributed.ranks import Job, Ranks
 from ...load.clock import ExpertClock
 from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import StateOwner
@@ -105,12 +106,6 @@ class MoELayer:
         """In the place of one of ``parameters``."""
         inside, _, own_name = name.rpartition(".")
         setattr(self.experts.get_submodule(inside), own_name, parameter)
-
-    def tensors(self) -> dict[str, Tensor | tuple[Tensor, ...]]:
-        """What moves with an expert, by name: ``[E/R, ...]``, or a tensor for each slot."""
-        if self.slots:
-            return {name: tuple(map(self.parameter, of_slots)) for name, of_slots in self.slots.items()}
-        return {name: self.parameter(name) for name in self.parameters}
 
 
 class HostOptimizer(StateOwner, Protocol):
@@ -234,6 +229,48 @@ class Stage:
     model: nn.Module
     host: HostModel
     prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of an attach whose ranks have found each other. ``container`` steps the optimizers, all in one step of
+    its own. ``single``: layers compute by their own code, since all experts are on each rank."""
+
+    stages: Sequence[Stage]
+    optimizers: Sequence[AnyOptimizer]
+    config: BalancerConfig
+    groups: ProcessGroups
+    device: torch.device
+    container: torch.optim.Optimizer | None
+    single: bool
+
+    @property
+    def job(self) -> Job:
+        return self.groups.job
+
+    @property
+    def host_dispatches(self) -> bool:
+        return any(stage.host.dispatches for stage in self.stages)
+
+    @property
+    def is_spread(self) -> bool:
+        return any(spread_of(layer.experts) is not None for _, _, layer in self.layers)
+
+    @property
+    def layers(self) -> list[tuple[int, str, MoELayer]]:
+        """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""
+        return [
+            (self.job.first_layer(stage.number) + position, stage.prefix + layer.name, layer)
+            for stage in self.stages
+            for position, layer in enumerate(stage.host.layers)
+        ]
+
+    @property
+    def experts(self) -> list[tuple[str, MoELayer, nn.Parameter]]:
+        """Name, layer and tensor of each expert parameter."""
+        return [
+            (f"{name}.{own}", layer, layer.parameter(own)) for _, name, layer in self.layers for own in layer.parameters
+        ]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@ pass of that call. Values and gradients stay the same bits."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -46,30 +48,41 @@ def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
     return _Marked.apply(out, partial(call.clock.backward_begins, call))
 
 
-def mark_calls(experts: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
-    """Mark the calls of a module, whose hidden states are the argument ``name``; returns how to end it."""
-    running: list[tuple[ExpertCall | None, Any]] = []
+class _Taken:
+    """A function in the place of a method. A copy of the module has its own method, and not the one of this module."""
 
-    def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        running.clear()  # a repeated forward of activation checkpointing may have been broken off
-        if not (clock.on and module.training):
-            return args, kwargs
-        hidden, call = call_begins(clock, kwargs[name] if name in kwargs else args[0])
-        running.append((call, hidden))
-        return (args, {**kwargs, name: hidden}) if name in kwargs else ((hidden, *args[1:]), kwargs)
+    def __init__(self, own: Callable[..., Any], run: Callable[..., Any]) -> None:
+        update_wrapper(self, own)
+        self._own, self._run = own, run
 
-    def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return call_ends(*running.pop(), out) if running else out
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
 
-    hooks = experts.register_forward_pre_hook(before, with_kwargs=True), experts.register_forward_hook(after)
+    def __deepcopy__(self, memo: Any) -> Any:
+        return deepcopy(self._own, memo)
 
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
 
-    return undo
+def take_calls(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
+    """Put a function in the place of a method; returns how to undo it."""
+    own, had = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, _Taken(own, run))
+    return lambda: setattr(owner, name, own) if had else delattr(owner, name)
+
+
+def mark_calls(owner: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
+    """Mark the calls of a method, whose first argument are the hidden states; returns how to end it."""
+    own = getattr(owner, name)
+    bind = inspect.signature(own).bind
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (clock.on and owner.training):
+            return own(*args, **kwargs)
+        call = bind(*args, **kwargs)
+        first = next(iter(call.arguments))
+        call.arguments[first], began = call_begins(clock, call.arguments[first])
+        return call_ends(began, call.arguments[first], own(*call.args, **call.kwargs))
+
+    return take_calls(owner, name, run)
 
 
 class _Marked(torch.autograd.Function):

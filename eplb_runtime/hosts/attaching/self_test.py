@@ -35,7 +35,7 @@ class LayerTest:
     """What a test of a layer found.
 
     Args:
-        problem: how it computes otherwise than what replaces it, in words that follow the layer's name; empty: not.
+        problem: how it computes otherwise than what replaces it, with the layer's name; empty: not.
         draws: whether its experts draw random numbers in training.
         untried: why its own way could not be called alone; empty: it could, or nothing was tried.
         has_own_way: whether it is implemented.
@@ -55,27 +55,11 @@ def try_layers(layers: Sequence[MoELayer], guard: str) -> list[LayerTest]:
 def _tried(layer: MoELayer) -> LayerTest:
     weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
     whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
-    if layer.compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
+    compute, run = layer.compute, layer.run
+    if compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
         return LayerTest()
-    owner = getattr(layer.run, "__self__", None)
+    owner, device = getattr(run, "__self__", None), weights[0].device
     modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
-    return try_layer(modules, layer.compute, weights, layer.run)
-
-
-def problems_of(layers: Sequence[MoELayer], tests: Sequence[LayerTest]) -> list[str]:
-    """Return a line for each layer that computes otherwise than what replaces it."""
-    return [f"{test.problem} ({layer.name})" for layer, test in zip(layers, tests, strict=True) if test.problem]
-
-
-def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[Tensor], run: Run | None) -> LayerTest:
-    """Call a layer's experts.
-
-    Args:
-        modules: those that are called, with all inside.
-        weights: of all experts, ``[E, ...]`` each.
-        run: the layer's own way; None: it cannot be called now.
-    """
-    device = weights[0].device
     with untouched(modules, compute, device), torch.no_grad(), suppress(Exception):  # it fails in its own words later
         generator = torch.Generator(device).manual_seed(_SEED)
         made_up = [_made_up(tensor, generator) for tensor in weights]
@@ -94,11 +78,11 @@ def try_layer(modules: Sequence[nn.Module], compute: Compute, weights: Sequence[
         if draws():  # in evaluation, too: two calls give two things
             return LayerTest(draws=True)
         if problem := _why_slots_count(compute, rows, made_up):
-            return LayerTest(problem)
+            return LayerTest(f"{problem} ({layer.name})")
         untried, has_own_way = "", True
         try:
             if run is not None and (problem := _why_run_differs(run, compute, width, weights)):
-                return LayerTest(problem)
+                return LayerTest(f"{problem} ({layer.name})")
         except Exception as error:
             has_own_way = not isinstance(error, NotImplementedError)
             untried = one_line(error) if has_own_way else ""

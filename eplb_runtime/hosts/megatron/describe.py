@@ -182,8 +182,6 @@ def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) 
         return "overlap=True with Megatron is not supported yet: leave it False"
     if wrapped and config.dense_gradients == "allreduce":
         return "Megatron's DistributedDataParallel averages gradients itself: leave dense_gradients='host'"
-    if wrapped and config.migration.move_gradients:
-        return "move_gradients=True with Megatron: gradients are in its buffers, which do not move; leave it False"
     if not wrapped and parallel_state.get_tensor_model_parallel_world_size() > 1:
         return (
             "tensor parallelism needs Megatron's own reduction of gradients: wrap the model in its "

@@ -97,9 +97,7 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
         theirs = state.pop(MARK, made_with)
         for layer, here in experts_here().items():
             if theirs.get(layer) != here:
-                raise RuntimeError(
-                    refusal("optimizer's state dict", layer, theirs.get(layer, []), here, BY_THE_FRAMEWORK)
-                )
+                raise RuntimeError(refusal("optimizer's state dict", layer, BY_THE_FRAMEWORK))
         own_load(state)
 
     put(leaf, "state_dict", state_dict)

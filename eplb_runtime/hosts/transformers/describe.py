@@ -83,7 +83,7 @@ def _watched_layer(name: str, experts: nn.Module) -> WatchedLayer:
     first = next(experts.parameters(recurse=False), None)
     rows = num_experts if first is None or not first.ndim else int(first.shape[0])
     ep_size = max(1, rows // num_experts)  # by the library, whose tensors then count all experts on each rank
-    watch, mark_work = partial(_see_choices, experts), partial(mark_calls, experts, "hidden_states")
+    watch, mark_work = partial(_see_choices, experts), partial(mark_calls, experts, "forward")
     return WatchedLayer(name, num_experts * ep_size, watch, experts, rows, mark_work, ep_size * (ep_size > 1))
 
 

@@ -29,9 +29,6 @@ from .base import DispatchContext, Dispatcher, DispatchMetadata
 _WORTH_DEDUPLICATING = 1.2
 """Times fewer rows: sending each token once to a rank costs a small exchange that names each choice's row."""
 
-Bags = tuple[Tensor, Tensor]
-"""Elements by bag, and where each bag begins (`permute.bags`)."""
-
 
 @dataclass(frozen=True, eq=False)
 class AllToAllSplits:
@@ -82,33 +79,20 @@ class AllToAllMetadata(DispatchMetadata):
         tokens: routing of values that each token has: its hidden state, the gradient of its output. Between nodes
             (``across``), from the rank that forwards the token.
         place_TK: int64 ``[T, K]``, the place of each choice among those sent.
-        slot_place_M: int64, for each choice as it arrives its place by slot.
+        slot_place_M: int64, for each choice as it arrives its place by slot; None: they arrive so.
         counts_S: rows by slot.
         across: tokens of this rank, to the rank of its place on each node; None: no nodes.
-        sums: where tokens are summed by rank: bags of rows by slot for each token that visited this rank, of those for
-            each token that this rank forwarded, of those for each token of this rank. None: logical order.
+        sums: where tokens are summed by rank: places of the rows by slot of each token that visited this rank, of those
+            that come back of each that it forwarded, and of each of its own; -1: none. None: logical order.
     """
 
     choices: RowRouting
     tokens: RowRouting
     place_TK: Tensor
-    slot_place_M: Tensor
+    slot_place_M: Tensor | None
     counts_S: SlotCounts
     across: AllToAllSplits | None = None
-    sums: tuple[Bags, Bags, Bags] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        place_TK: Tensor,
-        arriving: permute.Arriving,
-        choices: AllToAllSplits,
-        tokens: AllToAllSplits,
-        rows_S: list[int],
-    ) -> AllToAllMetadata:
-        """Both kinds of values arrive as ``arriving`` says."""
-        routing = RowRouting(choices, arriving.arrived_M), RowRouting(tokens, arriving.row_M)
-        return cls(*routing, place_TK, arriving.slot_place_M, SlotCounts(arriving.ends_S, rows_S))
+    sums: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def worth_deduplicating(num_ranks: int, top_k: int) -> bool:
@@ -122,7 +106,8 @@ class AllToAll(Dispatcher):
     """Dispatch and combine for one EP group.
 
     Counts have a group of their own: there all messages have one size, so ranks that are not in the same forward or
-    backward wait for each other.
+    backward wait for each other. In a group of one rank rows are only permuted by slot, each choice is a row, and no
+    size depends on a value: no host sync, and a CUDA graph can capture it.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -132,51 +117,52 @@ class AllToAll(Dispatcher):
     # -- the seam ------------------------------------------------------------------------------------------------------
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
-        slots, rank = self._slots_per_rank, self._rank
+        if self._num_ranks == 1:
+            return self._plan_of_one_rank(slots_TK, counts)
         dedup = self._sends_tokens_once(slots_TK)
-        if dedup:  # known counts are of choices, and say nothing of tokens
-            counts = None
-        leaving = self._leaving(slots_TK, dedup, with_counts=counts is None)
-        received_counts = None
-        if counts is None:
-            both_2RW, received_counts = self._exchange_counts(leaving.counts_2RW)
-        else:
-            both_2RW = np.stack([counts.sent_P.reshape(-1, slots), counts.received_RS])
-        sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
-        choice_splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, rank)
-        source_row_M1 = None
-        token_splits = replace(choice_splits, index_U=leaving.token_N)
-        if dedup:
-            sent_R, received_R = both_2RW[:, :, slots]
-            token_splits = AllToAllSplits.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, rank)
-            assert leaving.source_row_N1 is not None
-            source_row_M1 = self._to_ranks(leaving.source_row_N1, replace(choice_splits, index_U=None))()
-        arriving = self.kernels.arriving(both_2RW[1], rank, slots, slots_TK.device, source_row_M1, received_counts)
-        rows_S = both_2RW[1, :, :slots].sum(axis=0).tolist()
-        return AllToAllMetadata.of(leaving.place_TK, arriving, choice_splits, token_splits, rows_S)
+        if dedup or counts is None:  # known counts are of choices, and say nothing of tokens
+            leaving = self._leaving(slots_TK, dedup, with_counts=True)
+            return self._metadata(leaving, *self._exchange_counts(leaving.counts_2RW))
+        sent_RS = counts.sent_P.reshape(-1, self._slots_per_rank)
+        return self._metadata(self._leaving(slots_TK, False, False), np.stack([sent_RS, counts.received_RS]), None)
 
-    def dispatch_rows(
-        self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: AllToAllMetadata
+    def _metadata(
+        self, leaving: permute.Leaving, both_2RW: NDArray[np.int64], received_RW: Tensor | None
+    ) -> AllToAllMetadata:
+        """Return which row goes where, by what goes to each rank and comes from it (``received_RW``: on the device)."""
+        slots, rank, choice_N = self._slots_per_rank, self._rank, leaving.choice_N
+        sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
+        choices = AllToAllSplits.of(choice_N, sent_R, received_R, rank)
+        tokens, source_row_M1 = replace(choices, index_U=leaving.token_N), None
+        if leaving.source_row_N1 is not None:
+            sent_R, received_R = both_2RW[:, :, slots]
+            tokens = AllToAllSplits.of(leaving.token_N[: int(sent_R.sum())], sent_R, received_R, rank)
+            source_row_M1 = self._to_ranks(leaving.source_row_N1, replace(choices, index_U=None))()
+        arriving = self.kernels.arriving(both_2RW[1], rank, slots, choice_N.device, source_row_M1, received_RW)
+        counts_S = SlotCounts(arriving.ends_S, both_2RW[1, :, :slots].sum(axis=0).tolist())
+        routing = RowRouting(choices, arriving.arrived_M), RowRouting(tokens, arriving.row_M)
+        return AllToAllMetadata(*routing, leaving.place_TK, arriving.slot_place_M, counts_S)
+
+    def _plan_of_one_rank(self, slots_TK: Tensor, counts: RowCounts | None) -> AllToAllMetadata:
+        leaving, local = self._leaving(slots_TK, False, False), AllToAllSplits(None, slots_TK.numel(), [0], [0])
+        routing = RowRouting(local, leaving.choice_N), RowRouting(local, leaving.token_N)
+        ends_S = leaving.counts_2RW[0, 0].cumsum(0, dtype=torch.int32)
+        on_host = None if counts is None else counts.sent_P.tolist()
+        return AllToAllMetadata(*routing, leaving.place_TK, None, SlotCounts(ends_S, on_host))
+
+    def to_experts(
+        self, source_TD: Tensor, weights_TK: Tensor | None, metadata: AllToAllMetadata, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        rows = self._tokens_to_experts(hidden_TD.contiguous(), metadata)
+        rows = self._tokens_to_experts(source_TD.contiguous(), metadata)
         weights = None if weights_TK is None else self._to_experts(weights_TK.reshape(-1, 1), metadata.choices)
         return rows(), None if weights is None else weights().squeeze(1), metadata.counts_S, metadata
 
-    def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        return self._sums_to_tokens(out_MD, metadata, weights)()
-
-    def combine_gradients(
-        self, grad_MD: Tensor, grad_M: Tensor | None, metadata: AllToAllMetadata, hidden_needed: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        hidden = self._sums_to_tokens(grad_MD, metadata, None) if hidden_needed else None
-        weights = None if grad_M is None else self._choices_to_tokens(grad_M.unsqueeze(1), metadata)
-        return (
-            None if hidden is None else hidden(),
-            None if weights is None else weights().squeeze(1)[metadata.place_TK],
-        )
-
-    def dispatch_gradients(self, grad_TD: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        return self._tokens_to_experts(grad_TD.contiguous(), metadata)()
+    def to_tokens(
+        self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: AllToAllMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        sums = self._sums_to_tokens(rows_MD, metadata, weights)
+        grads = None if grad_M is None else self._choices_to_tokens(grad_M.unsqueeze(1), metadata)
+        return sums(), None if grads is None else grads().squeeze(1)[metadata.place_TK]
 
     # -- transfers: each posts its exchange and returns a function that waits for it -----------------------------------
 
@@ -194,12 +180,12 @@ class AllToAll(Dispatcher):
     def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns ``[M, D]``, by slot."""
         received = self._to_ranks(source, routing.splits)
-        return lambda: self._by_slot(received(), routing.received_row_M)
 
-    def _by_slot(self, rows: Tensor, received_row_M: Tensor) -> Tensor:
-        rows_MD = self._memory.like(rows, received_row_M.shape[0])
-        torch.index_select(rows, 0, received_row_M, out=rows_MD)
-        return rows_MD
+        def wait() -> Tensor:
+            rows, row_M = received(), routing.received_row_M
+            return torch.index_select(rows, 0, row_M, out=self._memory.like(rows, row_M.shape[0]))
+
+        return wait
 
     def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
         """Send rows of choices back; waiting returns ``[N, D]``, ordered as ``place_TK`` says."""
@@ -208,26 +194,25 @@ class AllToAll(Dispatcher):
     def _to_ranks(self, source: Tensor, splits: AllToAllSplits) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns those received: local ones first, then by rank."""
         local, index_U = splits.num_local_rows, splits.index_U
+        if index_U is None and self._num_ranks == 1:
+            return lambda: source
         received = self._memory.like(source, splits.num_received_rows)
         leaving = source[local:]
         if index_U is not None:
             leaving = self._memory.like(source, index_U.shape[0] - local)
             torch.index_select(source, 0, index_U[local:], out=leaving)
-        work = None
-        if self._num_ranks > 1:
-            group = self.channels.current().tokens
-            with self.channels.launching():
-                work = dist.all_to_all_single(
-                    received[local:], leaving, splits.received, splits.sent, group=group, async_op=True
-                )
+        group = self.channels.current().tokens
+        with self.channels.launching():
+            work = dist.all_to_all_single(
+                received[local:], leaving, splits.received, splits.sent, group=group, async_op=True
+            )
         if index_U is None:
             received[:local].copy_(source[:local])
         else:
             torch.index_select(source, 0, index_U[:local], out=received[:local])
 
         def wait(sent: Tensor = leaving) -> Tensor:  # which lives while it is read
-            if work is not None:
-                work.wait()
+            work.wait()
             return received
 
         return wait
@@ -246,8 +231,7 @@ class AllToAll(Dispatcher):
         group = self.channels.current().counts
         if group not in self._deduplicates:
             self._deduplicates[group] = worth_deduplicating(self._num_ranks, slots_TK.shape[1])
-            if self._num_ranks > 1:
-                self.gather_counts(slots_TK.new_empty(0, dtype=torch.int64))
+            self.gather_counts(slots_TK.new_empty(0, dtype=torch.int64))
         return self._deduplicates[group]
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
@@ -258,33 +242,3 @@ class AllToAll(Dispatcher):
         both: NDArray[np.int64] = counts_2RW.cpu().numpy()
         self.forward_tag.check(both[1, :, -1])
         return both, counts_2RW[1]
-
-
-class OneRank(AllToAll):
-    """`AllToAll` for a group of one: rows are only permuted by slot. The same rows and sums, bit for bit. Each choice
-    is a row; no host sync and no size that depends on a value: a CUDA graph can capture them."""
-
-    def __init__(self, context: DispatchContext) -> None:
-        super().__init__(context)
-        if self._num_ranks > 1:
-            raise ValueError(f"OneRank is for a group of one rank, and this one has {self._num_ranks}: take AllToAll")
-
-    def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
-        leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
-        local = AllToAllSplits(None, slots_TK.numel(), [0], [0])
-        ends_S = leaving.counts_2RW[0, 0].cumsum(0, dtype=torch.int32)
-        on_host = None if counts is None else counts.sent_P.tolist()
-        return AllToAllMetadata(
-            RowRouting(local, leaving.choice_N),
-            RowRouting(local, leaving.token_N),
-            leaving.place_TK,
-            leaving.place_TK.view(-1),
-            SlotCounts(ends_S, on_host),
-        )
-
-    def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
-        rows_MD = self._by_slot(source, routing.received_row_M)
-        return lambda: rows_MD
-
-    def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
-        return rows_MD.contiguous

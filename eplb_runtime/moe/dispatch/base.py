@@ -28,6 +28,13 @@ from ..kernel_selection import Kernels
 from ..routing.water_filling import RowCounts
 from .channels import MicroBatchChannel, MicroBatchChannels
 from .permute import RowMemory
+from .recompute import InFlight
+
+_SECOND_DERIVATIVES = (
+    "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): their "
+    "exchanges have first derivatives only; take such a loss from what comes after or before them, or differentiate "
+    "without create_graph"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +63,8 @@ class DispatchContext:
 class DispatchMetadata:
     """Where each row goes; each kind of dispatcher has its own fields.
 
-    It holds no value of the batch: hidden states with the same choices on all ranks can be dispatched with it again
-    (activation recompute).
+    Hidden states with the same choices and router weights on all ranks can be dispatched with it again (activation
+    recompute).
     """
 
 
@@ -104,7 +111,7 @@ class Dispatcher(ABC):
         self._memory = RowMemory()
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
-        """Return what carries such hidden states, or refuse them: by shapes and dtypes alone, equal on all ranks."""
+        """Return what carries such hidden states, or refuse them: alike on all ranks. Ahead of `plan`."""
         return self
 
     @abstractmethod
@@ -119,33 +126,28 @@ class Dispatcher(ABC):
         combine_weights = (weights_M if by_rank else weights_TK).detach()
         return Dispatched(rows_MD, counts_S, weights_M if learns else None, combine_weights, hidden_TD.dtype, metadata)
 
-    def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out_MD: Tensor, dispatched: Dispatched, in_flight: InFlight | None = None) -> Tensor:
         """Return ``[T, D]`` in the dtype of the hidden states: each token's results times their router weights, summed.
-        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all know."""
-        combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self)
+        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all know. The
+        backward checks ``in_flight`` first, and ends it."""
+        combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self, in_flight)
         return combined_TD
 
     # -- the transfers behind the autograd functions -------------------------------------------------------------------
 
     @abstractmethod
-    def dispatch_rows(
-        self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: Any
+    def to_experts(
+        self, source_TD: Tensor, weights_TK: Tensor | None, metadata: Any, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again."""
+        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again.
+        ``gradients``: the rows are gradients of results, not hidden states."""
 
     @abstractmethod
-    def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: Any) -> Tensor:
-        """Send results back; ``[T, D]``: each token's sum, times the ``combine_weights``."""
-
-    @abstractmethod
-    def combine_gradients(
-        self, grad_MD: Tensor, grad_M: Tensor | None, metadata: Any, hidden_needed: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``[T, D]``, summed over a token's choices, and ``[T, K]``; None where not needed."""
-
-    @abstractmethod
-    def dispatch_gradients(self, grad_TD: Tensor, metadata: Any) -> Tensor:
-        """Backward of `combine_rows`: the unweighted gradient ``[M, D]`` of each result."""
+    def to_tokens(
+        self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``[T, D]``, the sum of each token's rows, times the ``combine_weights`` if given; and ``[T, K]``, what
+        each of its choices has in ``grad_M``."""
 
     # -- for every kind ------------------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: DispatchMetadata, dispatcher: Dispatcher
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
         ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
-        rows_MD, weights_M, counts_S, ctx.layout = dispatcher.dispatch_rows(hidden_TD, weights_TK, metadata)
+        rows_MD, weights_M, counts_S, ctx.layout = dispatcher.to_experts(hidden_TD, weights_TK, metadata)
         needs = zip((rows_MD, weights_M), ctx.needs_input_grad, strict=False)
         ctx.mark_non_differentiable(*(rows for rows, need in needs if rows is not None and not need))
         return rows_MD, weights_M, counts_S, ctx.layout
@@ -180,9 +182,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor, grad_M: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden_needed, weights_needed, *_rest = ctx.needs_input_grad
         with phase("dispatch", "B", *ctx.place):
-            hidden_TD, weights_TK = ctx.dispatcher.combine_gradients(
-                grad_MD, grad_M if weights_needed else None, ctx.layout, hidden_needed
-            )
+            grad_M = grad_M if weights_needed else None
+            hidden_TD, weights_TK = ctx.dispatcher.to_tokens(grad_MD, None, grad_M, ctx.layout)
         if ctx.dispatcher.expert_clock.on:
             ctx.dispatcher.expert_clock.backward_ends(ctx.layout)
         return hidden_TD if hidden_needed else None, weights_TK, None, None
@@ -192,16 +193,28 @@ class _Combine(torch.autograd.Function):
     """The weighted sum of a token's results, none of which is saved. The experts' backward weighs the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher) -> Tensor:
-        ctx.dispatcher, ctx.place = dispatcher, dispatcher.forward_tag.place
+    def forward(
+        ctx: Any, out_MD: Tensor, dispatched: Dispatched, dispatcher: Dispatcher, in_flight: InFlight | None
+    ) -> Tensor:
+        ctx.dispatcher, ctx.place, ctx.in_flight = dispatcher, dispatcher.forward_tag.place, in_flight
+        # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
+        ctx.save_for_backward(out_MD.new_empty(0))
         ctx.layout, ctx.dtype = dispatched.metadata, out_MD.dtype
-        combined_TD = dispatcher.combine_rows(out_MD, dispatched.combine_weights, dispatched.metadata)
+        combined_TD, _ = dispatcher.to_tokens(out_MD, dispatched.combine_weights, None, dispatched.metadata)
         return combined_TD.to(dispatched.dtype)
 
     @staticmethod
     @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND_DERIVATIVES)
+        if ctx.in_flight is not None:
+            ctx.in_flight.check()
+        _ = ctx.saved_tensors
+        if ctx.in_flight is not None:
+            ctx.in_flight.end()
         if ctx.dispatcher.expert_clock.on:
             ctx.dispatcher.expert_clock.backward_begins(ctx.layout)
         with phase("combine", "B", *ctx.place):
-            return ctx.dispatcher.dispatch_gradients(grad_TD.to(ctx.dtype), ctx.layout), None, None
+            rows_MD, *_ = ctx.dispatcher.to_experts(grad_TD.to(ctx.dtype), None, ctx.layout, gradients=True)
+            return rows_MD, None, None, None

@@ -92,19 +92,19 @@ class TwoStreams:
         self._lock = threading.Lock()
         self._last: dict[str, tuple[Any, Any]] = {}
 
-    def begin(self) -> tuple[Any, Any]:
-        """Return the two streams, which wait for what the current one has to do."""
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[tuple[Any, Any]]:
+        """Inside, the two streams, which wait for what the current one has to do; it waits for both at the end."""
         if self.on_device:
             if self._made[0] is None:
                 self._made = self._module.Stream(self.device), self._module.Stream(self.device)
             for stream in self._made:
                 stream.wait_stream(self.current())
-        return self._made
-
-    def join(self) -> None:
-        """Let the current stream wait for both."""
-        for stream in filter(None, self._made):
-            self.current().wait_stream(stream)
+        try:
+            yield self._made
+        finally:
+            for stream in filter(None, self._made):
+                self.current().wait_stream(stream)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -113,19 +113,6 @@ class TwoStreams:
             self._module.set_device(self.device)  # each thread has a current device of its own
         with self._module.stream(stream) if self.on_device else nullcontext():
             yield
-
-    @contextlib.contextmanager
-    def between(self, other: Any) -> Iterator[None]:
-        """What is inside goes after all that another stream has to do now, and that goes on after it; None: no other
-        one."""
-        here = self.current()
-        if other is not None and here != other:
-            here.wait_stream(other)
-        try:
-            yield
-        finally:
-            if other is not None and here != other:
-                other.wait_stream(here)
 
     @contextlib.contextmanager
     def in_turn(self, what: str) -> Iterator[None]:
@@ -195,9 +182,18 @@ class MicroBatchChannels:
         """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
         self._gradients = self.streams.current()
 
-    def adding(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
         """Inside, gradients are written that another stream may add to."""
-        return self.streams.between(self._gradients)
+        here, other = self.streams.current(), self._gradients
+        if other is None or here == other:
+            yield
+            return
+        here.wait_stream(other)
+        try:
+            yield
+        finally:
+            other.wait_stream(here)
 
     def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
         """Inside, memory is used that both of two things at once write."""
@@ -243,26 +239,22 @@ class MicroBatchChannels:
                 return work()
 
         try:
-            pair = self.streams.begin()
-            running = self._worker.submit(lambda: run(1, second))
-            # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks that will not come.
-            try:
-                first = run(0, current)
-            except BackwardInsideError:
-                wait([running])  # on every rank alike: its forwards end, and a backward pass of it is refused, too
-                raise
-            return first, running.result()
+            with self.streams.begin() as pair:
+                running = self._worker.submit(lambda: run(1, second))
+                # Where `current` fails, ranks part; the other is not waited for: it may wait for ranks in vain.
+                try:
+                    first = run(0, current)
+                except BackwardInsideError:
+                    wait([running])  # on every rank alike: its forwards end, and a backward pass is refused there, too
+                    raise
+                return first, running.result()
         finally:
-            self.streams.join()
             self._order, self._forwards_only = None, False
 
     def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
         """Run one thing on its stream, so that its backward pass can be one of two things at once."""
-        try:
-            with self.streams.on(self.streams.begin()[swapped]):
-                return work()
-        finally:
-            self.streams.join()
+        with self.streams.begin() as pair, self.streams.on(pair[swapped]):
+            return work()
 
     def _modes_of_this_thread(self) -> list[Callable[[], AbstractContextManager[Any]]]:
         modes: list[Callable[[], AbstractContextManager[Any]]] = [

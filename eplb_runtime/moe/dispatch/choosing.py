@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...config import BalancerConfig, ConfigError
+from ...config import BalancerConfig, ConfigError, DispatchConfig
 from ...distributed.consensus import gather_bytes
 from ...distributed.transports import deepep
 from ...topology import Topology
-from .all_to_all import AllToAll, OneRank
+from .all_to_all import AllToAll
 from .base import DispatchContext, Dispatcher
 from .deepep import DeepEPDispatcher
 from .hierarchical import Hierarchical
@@ -22,6 +22,16 @@ OVER_TORCH = ("all_to_all", "hierarchical")
 _MOST_SLOTS, _MOST_SLOTS_OF_A_NODE = 1024, 128
 """Slots a rank that DeepEP knows: in all (NUM_MAX_LOCAL_EXPERTS), and inside a node (threads of
 `intranode::notify_dispatch`)."""
+
+_NOTES = {
+    "combine_order": "='by_rank': a token's results are summed on each rank first, rounded on their way, so its sum "
+    "depends on where experts are: training with migrations equals training without to rounding only",
+    "dtype": "='float8': hidden states are rounded to float8 on their way to the experts, alike wherever they go, so "
+    "training is not what it is in bfloat16, and migrations change no more than they do without it",
+    "low_latency_tokens": ": batches without gradients in evaluation are summed in another order and rounding than in "
+    "training; outputs are equal to rounding only",
+}
+"""What a setting of `DispatchConfig` gives up that is not the default."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +43,26 @@ class DispatchChoice:
     problem: str = ""
 
 
-def lacks(device: torch.device, num_ranks: int, ranks_per_node: int) -> str:
-    """Why this rank cannot dispatch over DeepEP, in a line; empty: it can."""
-    why = deepep.why_not_between(num_ranks, ranks_per_node) or deepep.why_not(device)
-    if not why:
-        try:
-            deepep.settings(deepep.imported(), num_ranks)
-        except ConfigError as error:
-            return str(error)
-    return why
-
-
-def unfit_settings(config: BalancerConfig, num_ranks: int, slots_per_rank: int) -> str:
-    """Why DeepEP cannot serve so many ranks with these settings on this machine, in a line; empty: it can."""
-    low_latency = config.dispatch.low_latency_tokens > 0
-    most = _MOST_SLOTS if num_ranks > deepep.RANKS_OF_A_NODE else _MOST_SLOTS_OF_A_NODE
+def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: int, device: torch.device) -> str:
+    """Return why DeepEP cannot serve this rank with these settings, in a line, or ""."""
+    ranks, low_latency = topology.num_ranks, config.dispatch.low_latency_tokens > 0
+    between_nodes = ranks > deepep.RANKS_OF_A_NODE
+    most = _MOST_SLOTS if between_nodes else _MOST_SLOTS_OF_A_NODE
     if slots_per_rank > most:
         return f"it knows up to {most} slots a rank here, not {slots_per_rank}"
-    if config.migration.transport == "nvshmem" and (low_latency or num_ranks > deepep.RANKS_OF_A_NODE):
+    if config.migration.transport == "nvshmem" and (low_latency or between_nodes):
         return (
             "transport='nvshmem' and DeepEP between nodes or with low_latency_tokens would each start NVSHMEM, and a "
             "process starts it once: take another transport"
         )
-    return deepep.no_infiniband() if low_latency else ""
+    why = deepep.no_infiniband() if low_latency else ""
+    why = why or deepep.why_not_between(ranks, topology.ranks_per_node) or deepep.why_not(device)
+    if not why:
+        try:
+            deepep.settings(deepep.imported(), ranks)
+        except ConfigError as error:
+            return str(error)
+    return why
 
 
 def choose_together(
@@ -68,9 +75,9 @@ def choose_together(
 ) -> DispatchChoice:
     """Return one choice for all ranks of this EP group, by ``DispatchConfig.name`` and what each rank lacks. Collective
     over it, if there is something to choose."""
-    asked, ranks, why = config.dispatch.name, topology.num_ranks, ""
+    asked, why = config.dispatch.name, ""
     if asked not in OVER_TORCH:
-        mine = unfit_settings(config, ranks, slots_per_rank) or lacks(device, ranks, topology.ranks_per_node)
+        mine = why_not_deepep(config, topology, slots_per_rank, device)
         said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
         why = next((f"rank {rank}: {word.decode()}" for rank, word in enumerate(said) if word), "")
     if asked != "auto":
@@ -82,25 +89,8 @@ def choose_together(
 
 def notes(config: BalancerConfig) -> list[str]:
     """Return what these settings give up, a line each."""
-    said = []
-    if config.dispatch.combine_order == "by_rank":
-        said.append(
-            "combine_order='by_rank': a token's results are summed on each rank first, rounded on their way, so its "
-            "sum depends on where experts stand: training with migrations equals training without to rounding only, "
-            "not to the bit"
-        )
-    if config.dispatch.dtype == "float8":
-        said.append(
-            "dtype='float8': hidden states are rounded to float8 on their way to the experts, so training is not what "
-            "it is in bfloat16; a row is rounded alike wherever it goes, so migrations change no more than they do "
-            "without it"
-        )
-    if config.dispatch.low_latency_tokens:
-        said.append(
-            "low_latency_tokens: batches without gradients in evaluation are summed in another order and rounding than "
-            "in training; outputs are equal to rounding only"
-        )
-    return said
+    given = vars(config.dispatch)
+    return [f"{name}{said}" for name, said in _NOTES.items() if given[name] != DispatchConfig.__dict__[name]]
 
 
 def make_dispatcher(
@@ -108,7 +98,7 @@ def make_dispatcher(
 ) -> Dispatcher:
     """Make the dispatcher of an EP group."""
     if choice.name == "all_to_all":
-        return AllToAll(context) if topology.num_ranks > 1 else OneRank(context)
+        return AllToAll(context)
     if choice.name == "hierarchical":
         return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
     return DeepEPDispatcher(context, config.dispatch, AllToAll(context) if config.dispatch.name == "auto" else None)

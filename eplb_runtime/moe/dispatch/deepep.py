@@ -5,10 +5,10 @@ are weighted and summed there, and over ranks on the way back, in bfloat16. ``"l
 each choice is a row of its own with one expert, K times the rows; results come back one for each choice, and are
 weighted and summed here in the router's order.
 
-A row is a hidden state with its router weights behind it; nothing is rounded but by float8. Towards the experts DeepEP
-copies rows, so any bytes may be in them. On the way back it adds rows up, in float32: bfloat16 columns are added as
-such, and weights' gradients travel a byte a column, since each then has one summand that is not zero. What a row
-becomes depends on the row alone, not on where it goes.
+A row is a hidden state in bfloat16, or in float8 with scales. Router weights, and their gradients on the way back, go
+beside the rows as DeepEP carries them, in float32, and keep every bit: a gradient has one summand that is not zero. A
+handle that is used again carries rows alone, so weights are kept from its first use. What a row becomes depends on the
+row alone, not on where it goes.
 
 Whether the package is there, and the buffers of a process: `distributed/transports/deepep.py`. Shape suffixes in
 addition to the room's: N rows of this rank (tokens, or choices in logical order), W slots that a row may go to (K, or
@@ -17,11 +17,12 @@ addition to the room's: N rows of this rank (tokens, or choices in logical order
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...config import ConfigError, DispatchConfig
 from ...distributed.transports import deepep
@@ -29,27 +30,24 @@ from ...distributed.transports.nvshmem import claim
 from ..experts.compute import SlotCounts
 from ..routing.water_filling import RowCounts
 from . import permute
-from .base import DispatchContext, Dispatched, Dispatcher, DispatchMetadata
+from .base import DispatchContext, Dispatcher, DispatchMetadata
 from .channels import MicroBatchChannel
 
 WIRE_DTYPE, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 ROW_BYTES = 32
 """DeepEP's kernels copy rows in halves of 16 bytes a channel."""
 MOST_ROW_BYTES = 15 << 10
-"""A row is staged in a warp's 16 KiB of shared memory, with its ids and weights."""
+"""A row is staged in a warp's 16 KiB of shared memory, with its scales, ids and weights."""
 SCALED_COLUMNS = 128
 """That share a scale."""
-MOST_SCALES = 128
-"""Of a row, router weights among them; what DeepEP's buffers are sized for."""
 _LARGEST = torch.finfo(FLOAT8).max
 _SMALLEST_AMAX = 1e-4
 """As DeepEP's own casts: a scale is never zero."""
-_WORD, _ALIGNED_BYTES = 4, 16
-"""Scales are float32, and those of a row are copied 16 bytes at once."""
+_SCALES = 4
+"""Scales of a row that are copied at once."""
 
-Float8Rows = tuple[Tensor, Tensor]
-"""float8 ``[N, D]``, and float32 ``[N, D / 128 + W]``: scales, and behind them router weights, bit for bit."""
-Rows = Tensor | Float8Rows
+Rows = Tensor | tuple[Tensor, Tensor]
+"""bfloat16 ``[N, C]``; or float8 ``[N, D]`` and scales, float32 ``[N, C]``. What is past D, or D / 128, fills up."""
 _SUMMED_BYTES = 512
 """Between nodes a warp adds rows up 32 channels of 16 bytes at a time, and asserts that nothing is left over."""
 WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -63,17 +61,16 @@ class SendLayout(DispatchMetadata):
     """A batch before its first dispatch.
 
     Args:
-        slots_NW: int64, physical slots; ``[T, K]`` for low-latency kernels.
+        slots_NW: int64, physical slots.
         top_k: K.
         sent: DeepEP's layout: rows to each rank and node, choices for each slot, which rows go to which ranks.
-        arriving: a bound of the rows that arrive here and of those that pass through, and choices for each local slot
-            here; both None for low-latency kernels.
+        arriving: a bound of the rows that arrive here and of those that pass through, and choices for each local slot.
     """
 
     slots_NW: Tensor
     top_k: int
-    sent: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
-    arriving: tuple[int, list[int]] | None = None
+    sent: tuple[Tensor, Tensor | None, Tensor, Tensor]
+    arriving: tuple[int, list[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +79,7 @@ class RecvLayout(DispatchMetadata):
 
     Args:
         handle: DeepEP's.
+        weights_M: float32, the router weight of each row by slot; None if none were sent.
         counts_S: rows by slot.
         received_row_M: int64, for each row by slot the received row that it is.
         choice_M: int64, and which of the choices of all received rows.
@@ -90,6 +88,7 @@ class RecvLayout(DispatchMetadata):
     """
 
     handle: Any
+    weights_M: Tensor | None
     counts_S: SlotCounts
     received_row_M: Tensor
     choice_M: Tensor
@@ -97,7 +96,7 @@ class RecvLayout(DispatchMetadata):
     top_k: int
 
     @classmethod
-    def of(cls, handle: Any, slots_UW: Tensor, counts: list[int], top_k: int) -> RecvLayout:
+    def of(cls, handle: Any, slots_UW: Tensor, weights_UW: Tensor | None, counts: list[int], top_k: int) -> RecvLayout:
         """Return rows by slot, those of a slot as they arrived: by source rank and position there. ``slots_UW``: local
         ones, -1 where a choice is on another rank, and for rows past those that came."""
         slots_N = slots_UW.reshape(-1)
@@ -105,20 +104,21 @@ class RecvLayout(DispatchMetadata):
         order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
         choice_M, counts_S = order_N[: sum(counts)], SlotCounts.of(counts, slots_N.device)
         place_UW = torch.where(here_N, permute.inverse(order_N), -1).view(slots_UW.shape)
-        return cls(handle, counts_S, choice_M // slots_UW.shape[1], choice_M, place_UW, top_k)
+        weights_M = None if weights_UW is None else weights_UW.reshape(-1).index_select(0, choice_M)
+        return cls(handle, weights_M, counts_S, choice_M // slots_UW.shape[1], choice_M, place_UW, top_k)
 
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyLayout(DispatchMetadata):
-    """Where the rows of one batch went: DeepEP's handle, slots, and for each row by slot its place in ``[S, R * most
-    tokens]``."""
+    """Where the rows of one batch go: slots, and once they went DeepEP's handle and for each row by slot its place in
+    ``[S, R * most tokens]``."""
 
-    handle: Any
     slots_TK: Tensor
-    index_M: Tensor
+    handle: Any = None
+    index_M: Tensor | None = None
 
 
-class LowLatency:
+class LowLatency(Dispatcher):
     """DeepEP's low-latency kernels, for inference: batches of up to ``most_tokens`` on each rank, in a buffer made for
     so many. Each choice goes to its expert's rank by itself, in no order; rows are brought into the order that all
     dispatchers keep. Results are weighed and summed where the token is, in float32 and in the router's order. Without
@@ -126,16 +126,14 @@ class LowLatency:
     cannot serve this group so."""
 
     def __init__(self, context: DispatchContext, most_tokens: int, in_float8: bool) -> None:
-        if context.group.size() > deepep.RANKS_OF_A_NODE:
+        super().__init__(context)
+        if self._num_ranks > deepep.RANKS_OF_A_NODE:
             raise ConfigError(
                 "low_latency_tokens is for the ranks of one node: between nodes DeepEP's other kernels have started "
                 "NVSHMEM, and a process starts it once; leave low_latency_tokens out"
             )
-        self.most_tokens = most_tokens
-        self._package = deepep.imported()
-        self._group, self.channels, self._slots = context.group, context.channels, context.slots_per_rank
-        self._num_experts = self._group.size() * self._slots
-        self._in_float8 = in_float8
+        self.most_tokens, self._in_float8 = most_tokens, in_float8
+        self._package, self._group = deepep.imported(), context.group
         self._made: tuple[int, Any] | None = None
 
     def refusal(self, hidden_TD: Tensor, weights_TK: Tensor) -> str:
@@ -149,32 +147,34 @@ class LowLatency:
             f"{MOST_TOP_K} choices a token, and these are {width} columns with {top_k}: leave low_latency_tokens out"
         )
 
-    def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, slots_TK: Tensor) -> Dispatched:
-        """Return the rows of `Dispatcher.dispatch`, of what is not refused. One host sync, for their numbers."""
-        width = hidden_TD.shape[1]
+    def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> LowLatencyLayout:
+        return LowLatencyLayout(slots_TK.contiguous())
+
+    def to_experts(
+        self, source_TD: Tensor, weights_TK: Tensor | None, metadata: LowLatencyLayout, *, gradients: bool = False
+    ) -> tuple[Tensor, None, SlotCounts, LowLatencyLayout]:
+        width, sizes = source_TD.shape[1], (self.most_tokens, self._num_ranks * self._slots_per_rank)
         with self.channels.launching(), self.channels.shared("low latency"):
             rows, counts_S, handle, *_ = self._buffer(width).low_latency_dispatch(
-                hidden_TD.contiguous(), slots_TK, self.most_tokens, self._num_experts, use_fp8=self._in_float8
+                source_TD.contiguous(), metadata.slots_TK, *sizes, use_fp8=self._in_float8
             )
-        counts = counts_S.tolist()
+        counts = counts_S.tolist()  # the host waits for their numbers
         index_M = self._in_order(*handle[:2])[: sum(counts)]
         flat = (rows[0].flatten(0, 1), rows[1].flatten(0, 1)) if self._in_float8 else rows.flatten(0, 1)
-        layout, known_S = LowLatencyLayout(handle, slots_TK, index_M), SlotCounts.of(counts, hidden_TD.device)
-        rows_MD = unpack(flat, index_M, width)
-        return Dispatched(rows_MD, known_S, None, weights_TK.detach(), hidden_TD.dtype, layout)
+        layout, known_S = replace(metadata, handle=handle, index_M=index_M), SlotCounts.of(counts, source_TD.device)
+        return unpack(flat, index_M, width), None, known_S, layout
 
-    def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return the sums of `Dispatcher.combine`, in bfloat16 on the way."""
-        layout, width = dispatched.metadata, out_MD.shape[1]
-        assert isinstance(layout, LowLatencyLayout)
-        places = self._group.size() * self.most_tokens
-        out_SND = out_MD.new_empty(self._slots, places, width, dtype=WIRE_DTYPE)
-        out_SND.view(-1, width).index_copy_(0, layout.index_M, out_MD.to(WIRE_DTYPE))
-        weights_TK = dispatched.combine_weights.float().contiguous()
+    def to_tokens(
+        self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: LowLatencyLayout
+    ) -> tuple[Tensor, None]:
+        assert weights is not None and metadata.index_M is not None
+        width = rows_MD.shape[1]
+        rows_SND = rows_MD.new_empty(self._slots_per_rank, self._num_ranks * self.most_tokens, width, dtype=WIRE_DTYPE)
+        rows_SND.view(-1, width).index_copy_(0, metadata.index_M, rows_MD.to(WIRE_DTYPE))
+        weights_TK = weights.float().contiguous()
         with self.channels.launching(), self.channels.shared("low latency"):
-            combined = self._buffer(width).low_latency_combine(out_SND, layout.slots_TK, weights_TK, layout.handle)
-        result: Tensor = combined[0].to(dispatched.dtype)
-        return result
+            buffer = self._buffer(width)
+            return buffer.low_latency_combine(rows_SND, metadata.slots_TK, weights_TK, metadata.handle)[0], None
 
     def _in_order(self, token_SN: Tensor, range_SR: Tensor) -> Tensor:
         """int64: places of rows by slot, then by source rank, then by position there; then all others. A slot's rows of
@@ -191,10 +191,11 @@ class LowLatency:
         if self._made is None:
             if why := claim("low_latency_tokens", self._group, again=True):
                 raise ConfigError(f"low_latency_tokens: {why}; leave low_latency_tokens out")
+            ranks, slots = self._num_ranks, self._slots_per_rank
             size = self._package.Buffer.get_low_latency_rdma_size_hint
-            nbytes = size(self.most_tokens, width, self._group.size(), self._num_experts)
+            nbytes = size(self.most_tokens, width, ranks, ranks * slots)
             buffer = self._package.Buffer(
-                self._group, num_rdma_bytes=nbytes, low_latency_mode=True, num_qps_per_rank=self._slots
+                self._group, num_rdma_bytes=nbytes, low_latency_mode=True, num_qps_per_rank=slots
             )
             self._made = width, buffer
         return self._made[1]
@@ -230,60 +231,48 @@ class DeepEPDispatcher(Dispatcher):
             self._low_latency = LowLatency(context, config.low_latency_tokens, self._in_float8)
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
-        refused = refusal(hidden_TD, weights_TK, self._in_float8)
-        if not refused and self._low_latency is not None and self._nothing_learns():
-            refused = self._low_latency.refusal(hidden_TD, weights_TK)
+        refused, few = refusal(hidden_TD, weights_TK, self._in_float8), self._low_latency
+        if few is not None and self._nothing_learns():
+            refused = refused or few.refusal(hidden_TD, weights_TK)
+            # All ranks take the same kernels, also where only one has too many tokens for them.
+            tokens = torch.full((1,), len(hidden_TD), device=hidden_TD.device)
+            if not refused and self.gather_counts(tokens).max() <= few.most_tokens:
+                return few
         if refused and self._otherwise is None:
             raise ConfigError(refused)
         return self._otherwise if refused and self._otherwise is not None else self
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
-        top_k = slots_TK.shape[1]
-        if self._low_latency is not None and self._nothing_learns():
-            # All ranks take the same kernels, also where only one has too many tokens for them.
-            most = self.gather_counts(slots_TK.new_full((1,), slots_TK.shape[0])).max()
-            if most <= self._low_latency.most_tokens:
-                return SendLayout(slots_TK.contiguous(), top_k)
         slots_NW = (slots_TK if self._by_rank else slots_TK.reshape(-1, 1)).contiguous()
         with self.channels.launching():  # the first call makes the buffer with the other ranks
             sent = self._buffer().get_dispatch_layout(slots_NW, self._num_ranks * self._slots_per_rank)[:4]
-        return SendLayout(slots_NW, top_k, sent, self._arriving(sent, counts))
+        return SendLayout(slots_NW, slots_TK.shape[1], sent, self._arriving(sent, counts))
 
-    def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        if self._low_latency is not None and isinstance(metadata, SendLayout) and metadata.sent is None:
-            return self._low_latency.dispatch(hidden_TD, weights_TK, metadata.slots_NW)
-        return super().dispatch(hidden_TD, weights_TK, metadata)
-
-    def combine(self, out_MD: Tensor, dispatched: Dispatched) -> Tensor:
-        if self._low_latency is not None and isinstance(dispatched.metadata, LowLatencyLayout):
-            return self._low_latency.combine(out_MD, dispatched)
-        return super().combine(out_MD, dispatched)
-
-    def dispatch_rows(
-        self, hidden_TD: Tensor, weights_TK: Tensor | None, metadata: SendLayout | RecvLayout
+    def to_experts(
+        self,
+        source_TD: Tensor,
+        weights_TK: Tensor | None,
+        metadata: SendLayout | RecvLayout,
+        *,
+        gradients: bool = False,
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        width = hidden_TD.shape[1]
-        rows, layout = self._send(hidden_TD, weights_TK, metadata, self._in_float8)
-        rows_MD = unpack(rows, layout.received_row_M, width)
+        rows, layout = self._send(source_TD, weights_TK, metadata, self._in_float8 and not gradients)
+        rows_MD = unpack(rows, layout.received_row_M, source_TD.shape[1])
         if weights_TK is None:
             return rows_MD, None, layout.counts_S, layout
-        weights_UW = unpack_weights(rows, width, layout.place_UW.shape[1], weights_TK.dtype)
-        return rows_MD, weights_UW.reshape(-1).index_select(0, layout.choice_M), layout.counts_S, layout
+        assert layout.weights_M is not None
+        return rows_MD, layout.weights_M.to(weights_TK.dtype, copy=True), layout.counts_S, layout
 
-    def combine_rows(self, out_MD: Tensor, weights: Tensor, metadata: RecvLayout) -> Tensor:
-        rows_ND, _ = self._sums_to_tokens(out_MD, weights if self._by_rank else None, None, metadata)
-        return rows_ND if self._by_rank else self._sum(rows_ND, weights, metadata)
-
-    def combine_gradients(
-        self, grad_MD: Tensor, grad_M: Tensor | None, metadata: RecvLayout, hidden_needed: bool
+    def to_tokens(
+        self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: RecvLayout
     ) -> tuple[Tensor, Tensor | None]:
-        rows_ND, grad_NW = self._sums_to_tokens(grad_MD, None, grad_M, metadata)
-        hidden_TD = rows_ND if self._by_rank else self._sum(rows_ND, None, metadata)
-        return hidden_TD, None if grad_NW is None else grad_NW.reshape(-1, metadata.top_k)
-
-    def dispatch_gradients(self, grad_TD: Tensor, metadata: RecvLayout) -> Tensor:
-        rows, layout = self._send(grad_TD, None, metadata, in_float8=False)
-        return unpack(rows, layout.received_row_M, grad_TD.shape[1])
+        rows_ND, grad_NW = self._sums_to_tokens(rows_MD, weights if self._by_rank else None, grad_M, metadata)
+        grad_TK = None if grad_NW is None else grad_NW.reshape(-1, metadata.top_k)
+        if self._by_rank:
+            return rows_ND, grad_TK
+        # Each token's choices come back to where they were sent from.
+        place_TK = torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, metadata.top_k)
+        return self.kernels.sum_choices(rows_ND, place_TK, self._memory, weights), grad_TK
 
     # -- DeepEP's calls ------------------------------------------------------------------------------------------------
 
@@ -313,51 +302,42 @@ class DeepEPDispatcher(Dispatcher):
         DeepEP need not tell the host what arrives. Inside a node it would wait with Python's interpreter locked
         (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
         """
-        times = 1 if self._by_rank else metadata.top_k
-        rows_NC = pack(source_TD, weights_TK, times, in_float8)
+        rows_NC = pack(source_TD, 1 if self._by_rank else metadata.top_k, in_float8)
         with self.channels.launching():
             if isinstance(metadata, RecvLayout):
                 return self._buffer().dispatch(rows_NC, handle=metadata.handle, config=self._there)[0], metadata
-            assert metadata.sent is not None and metadata.arriving is not None
             to_ranks, to_nodes, to_slots, in_rank = metadata.sent
             (most, choices_S), slots_NW = metadata.arriving, metadata.slots_NW
-            # Weights go behind the rows' other bytes: those given here would not go when a handle is used again.
-            unused = torch.zeros(slots_NW.shape, dtype=torch.float32, device=slots_NW.device)
-            rows, slots_UW, _, _, handle, _ = self._buffer().dispatch(
+            weights = torch.zeros_like(slots_NW) if weights_TK is None else weights_TK
+            rows, slots_UW, weights_UW, _, handle, _ = self._buffer().dispatch(
                 rows_NC,
                 num_tokens_per_rank=to_ranks,
                 num_tokens_per_rdma_rank=to_nodes,
                 is_token_in_rank=in_rank,
                 num_tokens_per_expert=to_slots,
                 topk_idx=slots_NW,
-                topk_weights=unused,
+                topk_weights=weights.float().reshape(slots_NW.shape).contiguous(),
                 num_worst_tokens=max(1, most),
                 config=self._there,
             )
-        return rows, RecvLayout.of(handle, slots_UW, choices_S, metadata.top_k)
+        sent_UW = None if weights_TK is None else weights_UW
+        return rows, RecvLayout.of(handle, slots_UW, sent_UW, choices_S, metadata.top_k)
 
     def _sums_to_tokens(
-        self, rows_MD: Tensor, weights_M: Tensor | None, exact_M: Tensor | None, layout: RecvLayout
+        self, rows_MD: Tensor, weights_M: Tensor | None, grad_M: Tensor | None, layout: RecvLayout
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum rows by slot for each received row, and send them to where their choices were made, with a value of each
-        choice; returns ``[N, D]`` and ``[N, W]``."""
+        """Sum rows by slot for each received row, and send them to where their choices were made, with the gradient of
+        each choice's weight; returns ``[N, D]`` and ``[N, W]``."""
         sums_UD = self.kernels.sum_here(rows_MD, layout.place_UW, weights_M, WIRE_DTYPE)
-        exact_UW, choices = None, layout.place_UW.shape[1]
-        if exact_M is not None:  # each choice is on one rank, and zero from all others
-            exact_UW = exact_M.new_zeros(layout.place_UW.shape)
-            exact_UW.view(-1).index_copy_(0, layout.choice_M, exact_M)
-        wide = _SUMMED_BYTES if self._between_nodes else ROW_BYTES
-        packed_UC = pack_sums(sums_UD, exact_UW, wide)
+        grad_UW, width = None, rows_MD.shape[1]
+        if grad_M is not None:  # each choice is on one rank, and zero from all others
+            grad_UW = torch.zeros_like(layout.place_UW, dtype=torch.float32)
+            grad_UW.view(-1).index_copy_(0, layout.choice_M, grad_M.float())
+        filled_UC = _filled(sums_UD, (_SUMMED_BYTES if self._between_nodes else ROW_BYTES) // WIRE_DTYPE.itemsize)
         with self.channels.launching():
-            summed_NC = self._buffer().combine(packed_UC, layout.handle, config=self._back)[0]
-        if exact_M is None:
-            return unpack_sums(summed_NC, rows_MD.shape[1], 0, sums_UD.dtype)[0], None
-        return unpack_sums(summed_NC, rows_MD.shape[1], choices, exact_M.dtype)
-
-    def _sum(self, rows_ND: Tensor, weights_TK: Tensor | None, layout: RecvLayout) -> Tensor:
-        """Each token's choices, which come back to where they were sent from, summed in the router's order."""
-        place_TK = torch.arange(rows_ND.shape[0], device=rows_ND.device).view(-1, layout.top_k)
-        return self.kernels.sum_choices(rows_ND, place_TK, self._memory, weights_TK)
+            summed_NC, grad_NW, _ = self._buffer().combine(filled_UC, layout.handle, grad_UW, config=self._back)
+        rows_ND = summed_NC if summed_NC.shape[1] == width else summed_NC[:, :width].clone()  # models write in place
+        return rows_ND, None if grad_M is None else grad_NW.to(grad_M.dtype)
 
     # -- counts --------------------------------------------------------------------------------------------------------
 
@@ -388,42 +368,30 @@ class DeepEPDispatcher(Dispatcher):
 
 def refusal(hidden_TD: Tensor, weights_TK: Tensor, in_float8: bool) -> str:
     """Return why such hidden states cannot travel so, or ""."""
-    (_, width), weight_bytes = hidden_TD.shape, weights_TK.shape[1] * weights_TK.element_size()
-    given = f"these hidden states have {width} columns of {hidden_TD.dtype} and {weights_TK.shape[1]} choices"
-    if hidden_TD.dtype != WIRE_DTYPE:
-        return f"DeepEP carries and sums bfloat16, and {given}: train in bfloat16 (autocast) or take another dispatch"
-    if not in_float8 and 2 * (width + weight_bytes) > MOST_ROW_BYTES:  # weights' gradients take a column a byte
+    width, dtype = hidden_TD.shape[1], FLOAT8 if in_float8 else WIRE_DTYPE
+    given = f"these hidden states have {width} columns of {hidden_TD.dtype}, and weights are {weights_TK.dtype}"
+    if hidden_TD.dtype != WIRE_DTYPE or weights_TK.dtype.itemsize > torch.float32.itemsize:
+        return (
+            f"DeepEP carries and sums bfloat16, with router weights in float32 at most, and {given}: train in bfloat16 "
+            "(autocast) or take another dispatch"
+        )
+    if width * dtype.itemsize > MOST_ROW_BYTES:
         return f"DeepEP carries rows of {MOST_ROW_BYTES} bytes, and {given}: take another dispatch"
     if in_float8 and width % SCALED_COLUMNS:
         return f"dtype='float8' has a scale for {SCALED_COLUMNS} columns, and {given}: leave dtype out"
-    scale_bytes = -(-(width // SCALED_COLUMNS * _WORD + weight_bytes) // _ALIGNED_BYTES) * _ALIGNED_BYTES
-    if in_float8 and scale_bytes > MOST_SCALES * _WORD:
-        return f"dtype='float8' carries {MOST_SCALES} scales and router weights a row, and {given}: leave dtype out"
     return ""
 
 
-def pack(hidden_TD: Tensor, weights_TW: Tensor | None, times: int, in_float8: bool) -> Rows:
-    """Return ``T * times`` rows with a token's hidden state and a share of its weights each."""
-    (tokens, width), multiple = hidden_TD.shape, ROW_BYTES
-    if in_float8:
-        blocks_TBC = hidden_TD.reshape(tokens, width // SCALED_COLUMNS, SCALED_COLUMNS).float()
-        amax_TB = blocks_TBC.abs().amax(dim=2).clamp(_SMALLEST_AMAX)
-        rows_TD = (blocks_TBC * (_LARGEST / amax_TB).unsqueeze(2)).to(FLOAT8).view(tokens, width)
-        # Repeated as bytes: not every version of torch selects rows of float8.
-        rows_ND = rows_TD.view(torch.uint8).repeat_interleave(times, dim=0).view(FLOAT8)
-        hidden_TD, multiple = amax_TB / _LARGEST, _ALIGNED_BYTES
-    parts = [_packed(hidden_TD).view(WIRE_DTYPE).unsqueeze(1)]
-    if weights_TW is not None:
-        weights = _packed(weights_TW).view(WIRE_DTYPE)
-        parts.append(weights.view(tokens, times, weights.shape[1] // times))
-    columns = -(-2 * sum(part.shape[2] for part in parts) // multiple) * multiple // 2
-    rows = torch.empty(tokens, times, columns, dtype=WIRE_DTYPE, device=hidden_TD.device)
-    begin = 0
-    for part in parts:
-        rows[:, :, begin : begin + part.shape[2]] = part
-        begin += part.shape[2]
-    rows_NC = rows.flatten(0, 1)
-    return (rows_ND, rows_NC.view(torch.float32)) if in_float8 else rows_NC
+def pack(hidden_TD: Tensor, times: int, in_float8: bool) -> Rows:
+    """Return a token's hidden state so many times, ``T * times`` rows."""
+    if not in_float8:
+        return _filled(hidden_TD, ROW_BYTES // WIRE_DTYPE.itemsize).repeat_interleave(times, dim=0)
+    blocks_TBC = hidden_TD.unflatten(1, (-1, SCALED_COLUMNS)).float()
+    amax_TB = blocks_TBC.abs().amax(dim=2).clamp(_SMALLEST_AMAX)
+    rows_TD = (blocks_TBC * (_LARGEST / amax_TB).unsqueeze(2)).to(FLOAT8).flatten(1)
+    # Repeated as bytes: not every version of torch selects rows of float8.
+    rows_ND = rows_TD.view(torch.uint8).repeat_interleave(times, dim=0).view(FLOAT8)
+    return rows_ND, _filled(amax_TB / _LARGEST, _SCALES).repeat_interleave(times, dim=0)
 
 
 def unpack(rows: Rows, index_M: Tensor, width: int) -> Tensor:
@@ -432,39 +400,10 @@ def unpack(rows: Rows, index_M: Tensor, width: int) -> Tensor:
         return rows[:, :width].index_select(0, index_M)
     rows_MD = rows[0].view(torch.uint8).index_select(0, index_M).view(FLOAT8)
     scales_MB = rows[1][:, : width // SCALED_COLUMNS].index_select(0, index_M)
-    blocks_MBC = rows_MD.view(-1, width // SCALED_COLUMNS, SCALED_COLUMNS).float() * scales_MB.unsqueeze(2)
-    return blocks_MBC.view(-1, width).to(WIRE_DTYPE)
+    return (rows_MD.unflatten(1, (-1, SCALED_COLUMNS)).float() * scales_MB.unsqueeze(2)).flatten(1).to(WIRE_DTYPE)
 
 
-def unpack_weights(rows: Rows, width: int, weights: int, dtype: torch.dtype) -> Tensor:
-    """Return ``[N, W]``, the weights of all rows."""
-    behind, begin = (
-        (rows, width) if isinstance(rows, Tensor) else (rows[1].view(WIRE_DTYPE), 2 * (width // SCALED_COLUMNS))
-    )
-    return _copied(behind[:, begin : begin + weights * dtype.itemsize // 2]).view(dtype)
-
-
-def pack_sums(rows_ND: Tensor, exact_NW: Tensor | None, multiple: int = ROW_BYTES) -> Tensor:
-    """Return bfloat16 ``[N, C]``, a multiple of so many bytes wide: rows to be added up on the way. Each value of
-    ``exact_NW`` is zero in all summands but one."""
-    parts = [rows_ND] if exact_NW is None else [rows_ND, _packed(exact_NW).view(torch.uint8).to(WIRE_DTYPE)]
-    if left_over := -sum(part.shape[1] for part in parts) % (multiple // WIRE_DTYPE.itemsize):
-        parts.append(rows_ND.new_zeros(rows_ND.shape[0], left_over))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def unpack_sums(rows_NC: Tensor, width: int, weights: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what `pack_sums` has put in, added up: ``[N, D]`` and ``[N, W]``."""
-    exact_NB = rows_NC[:, width : width + weights * dtype.itemsize].to(torch.uint8)  # bfloat16 has all numbers to 256
-    rows_ND = rows_NC if rows_NC.shape[1] == width else rows_NC[:, :width].clone()  # no view: models write in place
-    return rows_ND, exact_NB.view(dtype)
-
-
-def _packed(values: Tensor) -> Tensor:
-    """Contiguous, in its strides too: one column, or no rows, pass for contiguous whatever theirs are."""
-    return values if values.is_contiguous() and values.stride(-1) == 1 else _copied(values)
-
-
-def _copied(values: Tensor) -> Tensor:
-    """In memory of its own, which begins where any dtype may; also of one row or none, which pass for contiguous."""
-    return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
+def _filled(rows_ND: Tensor, multiple: int) -> Tensor:
+    """Return contiguous rows, filled up with zeros to a multiple of so many columns."""
+    missing = -rows_ND.shape[1] % multiple
+    return (functional.pad(rows_ND, (0, missing)) if missing else rows_ND).contiguous()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..routing.water_filling import RowCounts
 from . import permute
-from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, Bags, RowRouting
+from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, RowRouting
 from .base import DispatchContext
 from .permute import begins, own_first
 
@@ -64,13 +64,8 @@ class Hierarchical(AllToAll):
         leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
         tag_R1 = counts_NW.new_full((self._num_ranks, 1), self.forward_tag.value)
         counts_RW = torch.cat([leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0), tag_R1], dim=1)
-        both_2RW, _ = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
-        slots = self._slots_per_rank
-        counts_RS = both_2RW[1, :, :slots]
-        sent_R, received_R = both_2RW[:, :, :slots].sum(axis=2)
-        splits = AllToAllSplits.of(leaving.choice_N, sent_R, received_R, self._rank)
-        arriving = self.kernels.arriving(counts_RS, self._rank, slots, slots_TK.device)
-        by_choice = AllToAllMetadata.of(leaving.place_TK, arriving, splits, splits, counts_RS.sum(axis=0).tolist())
+        both_2RW, received_RW = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
+        by_choice, slots = self._metadata(leaving, both_2RW, received_RW), self._slots_per_rank
         tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.
         visits_NGG = both_2RW[1, :, slots + 1 : slots + 1 + on_node].reshape(nodes, on_node, on_node)
@@ -78,14 +73,14 @@ class Hierarchical(AllToAll):
         across, visited = self._across(visits_TNG, visits_TN, tokens_2NG[:, :, self._place])
         begin_R = self._begin_of_sources(visits_NGG[:, :, self._place])
         row_of_token_TR = visits_TR.cumsum(dim=0) - 1
-        source_rows = self._source_rows(slots_TK, row_of_token_TR, by_choice.choices, counts_RS, begin_R)
+        source_rows = self._source_rows(slots_TK, row_of_token_TR, by_choice.choices, both_2RW[1, :, :slots], begin_R)
         within = self._within(visited(), visits_NGG)
         tokens, sums = RowRouting(within, source_rows()), None
         if self.combine_order == "by_rank":
             sums = (
-                permute.bags(tokens.received_row_M, within.num_received_rows),
-                _bags_of_sources(within, across.num_received_rows),
-                _bags_of_sources(across, slots_TK.shape[0]),
+                _by_token(tokens.received_row_M, within.num_received_rows, slots_TK.shape[1]),
+                _by_token(within.index_U, across.num_received_rows, on_node),
+                _by_token(across.index_U, slots_TK.shape[0], nodes),
             )
         return replace(by_choice, tokens=tokens, across=across, sums=sums)
 
@@ -147,17 +142,19 @@ class Hierarchical(AllToAll):
         if metadata.sums is None:
             return super()._sums_to_tokens(rows_MD, metadata, weights)
         assert metadata.across is not None
-        across, (on_rank, on_node, over_nodes) = metadata.across, metadata.sums
-        sums = self._to_ranks(permute.sum_bags(rows_MD, *on_rank, weights), metadata.tokens.splits.reversed(None))
+        across, (on_rank, on_node, over_nodes), dtype = metadata.across, metadata.sums, rows_MD.dtype
+        sum_here, back = self.kernels.sum_here, metadata.tokens.splits.reversed(None)
+        sums = self._to_ranks(sum_here(rows_MD, on_rank, weights, dtype), back)
 
         def wait() -> Tensor:
-            sums_of_nodes = self._to_ranks(permute.sum_bags(sums(), *on_node), across.reversed(None))
-            return permute.sum_bags(sums_of_nodes(), *over_nodes)
+            sums_of_nodes = self._to_ranks(sum_here(sums(), on_node, None, dtype), across.reversed(None))
+            return sum_here(sums_of_nodes(), over_nodes, None, dtype)
 
         return wait
 
 
-def _bags_of_sources(splits: AllToAllSplits, rows: int) -> Bags:
-    """Rows that come back through these splits, by the source row that they came from."""
-    assert splits.index_U is not None
-    return permute.bags(splits.index_U, rows)
+def _by_token(token_U: Tensor | None, tokens: int, most: int) -> Tensor:
+    """Return int64 ``[tokens, most]``: the rows of each token, in their order, then -1. ``token_U``: of each row."""
+    assert token_U is not None
+    is_row = torch.arange(most, device=token_U.device) < permute.count(token_U, tokens).unsqueeze(1)
+    return token_U.new_full(is_row.shape, -1).masked_scatter_(is_row, torch.argsort(token_U, stable=True))

@@ -229,11 +229,11 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
         # In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each.
         weights_TK = None if weights_TK is None else weights_TK.to(torch.float32)
         return functional.embedding_bag(place_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
-    return sum_one_by_one(rows_ND, place_TK, memory, weights_TK)
+    return sum_one_by_one(rows_ND, place_TK, memory, weights_TK).to(dtype)
 
 
 def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
-    """`sum_choices` as it is on a GPU: every product is rounded, and every sum."""
+    """`sum_choices` as it is on a GPU, in float32 at least: every product is rounded, and every sum."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     tokens, top_k = place_TK.shape
     total_TD = memory.like(rows_ND, tokens, torch.promote_types(dtype, torch.float32))
@@ -248,38 +248,18 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
             total_TD.add_(row_TD)
         elif row_TD is not total_TD:
             total_TD.copy_(row_TD)
-    return total_TD.to(dtype)
+    return total_TD
 
 
 def sum_here(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the
-    router's order; products are rounded to the wider dtype of both, and summed in float32."""
-    total_UD = rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=torch.float32)
-    if not rows_MD.shape[0]:
-        return total_UD.to(dtype)
-    for place_U in place_UK.unbind(1):
-        index_U = place_U.clamp(min=0)
-        row_UD = rows_MD.index_select(0, index_U)
-        if weights_M is not None:
-            row_UD = row_UD * weights_M.index_select(0, index_U).unsqueeze(1)
-        total_UD += torch.where((place_U >= 0).unsqueeze(1), row_UD, 0)
-    return total_UD.to(dtype)
-
-
-def bags(bag_U: Tensor, num_bags: int) -> tuple[Tensor, Tensor]:
-    """Return elements by the bag that each is in, in their own order, and where each bag begins."""
-    size_B = count(bag_U, num_bags)
-    return torch.argsort(bag_U, stable=True), size_B.cumsum(0) - size_B
-
-
-def sum_bags(rows_UD: Tensor, element_U: Tensor, begin_B: Tensor, weights_U: Tensor | None = None) -> Tensor:
-    """Return ``[B, D]``: rows of each bag, weighted, summed one after another in float32 at least: deterministic."""
-    dtype = rows_UD.dtype if weights_U is None else torch.promote_types(rows_UD.dtype, weights_U.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
-    weights = None if weights_U is None else weights_U.index_select(0, element_U).to(dtype)
-    if not element_U.shape[0]:
-        return rows_UD.new_zeros(begin_B.shape[0], rows_UD.shape[1])
-    total_BD = functional.embedding_bag(element_U, rows_UD.to(dtype), begin_B, mode="sum", per_sample_weights=weights)
-    return total_BD.to(rows_UD.dtype)
+    router's order; products are rounded to the wider dtype of both, and summed in float32 at least."""
+    rows_MD = rows_MD if weights_M is None else rows_MD * weights_M.unsqueeze(1)
+    here_UK = place_UK >= 0
+    place_N, count_U = place_UK[here_UK], here_UK.sum(dim=1)
+    if not place_N.shape[0]:
+        return rows_MD.new_zeros(place_UK.shape[0], rows_MD.shape[1], dtype=dtype)
+    rows_MD = rows_MD.to(torch.promote_types(rows_MD.dtype, torch.float32))
+    return functional.embedding_bag(place_N, rows_MD, count_U.cumsum(0) - count_U, mode="sum").to(dtype)

@@ -30,11 +30,6 @@ _MOVED = (
     "load_state_dict(), close() or an optimizer's step in between): gradients would go to other experts; do that after "
     "backward() and the optimizer's step, or run the forward again"
 )
-_SECOND_DERIVATIVES = (
-    "a backward pass with create_graph=True through MoE layers (a gradient penalty, second derivatives): their "
-    "exchanges have first derivatives only; take such a loss from what comes after or before them, or differentiate "
-    "without create_graph"
-)
 
 
 class RecomputeError(RuntimeError):
@@ -42,15 +37,28 @@ class RecomputeError(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Forward:
-    """One that is in flight, with its step and how often the layer's placement had changed by then; of one that is
-    alone also this rank's choices, int32 ``[T, K]``, and where they go."""
+class InFlight:
+    """A forward whose backward is still to come, with its step and how often the layer's placement had changed by then;
+    of one that is alone also this rank's choices, int32 ``[T, K]``, and where they go."""
 
+    cache: RecomputeCache
     step: int
     changes: int
     ids_TK: Tensor | None = None
     metadata: Any = None
     is_over: bool = False
+
+    def check(self) -> None:
+        """Raise if its gradients would not find its experts; on every rank."""
+        self.cache.channels.before_backward()
+        if self.cache.changes() != self.changes:
+            raise RuntimeError(_MOVED)
+
+    def end(self) -> None:
+        """Note that its backward is there: it will not be repeated any more."""
+        if not self.is_over:
+            self.is_over, self.ids_TK, self.metadata = True, None, None
+            self.cache.forget(self)
 
 
 class RecomputeCache:
@@ -63,7 +71,7 @@ class RecomputeCache:
         self._lock = Lock()
         self._step = -1
         self._count = 0
-        self._only: _Forward | None = None
+        self._only: InFlight | None = None
         self._differed: tuple[Tensor, Tensor] | None = None  # whether anything has, on the device and told to the host
 
     def begin(self, step: int) -> None:
@@ -75,23 +83,22 @@ class RecomputeCache:
             if step != self._step:
                 self._step, self._count, self._only = step, 0, None
 
-    def track(self, combined_TD: Tensor, topk_ids_TK: Tensor, metadata: Any, training: bool, repeated: bool) -> Tensor:
-        """Return the layer's output; until its backward runs, this forward is in flight. In training also without
-        gradients: reentrant checkpointing could repeat it, and its backward would not be seen. One that is repeated
-        saves as much, since checkpointing counts."""
-        learns, forward = combined_TD.requires_grad, None
-        if not repeated and (learns or training):
-            with self._lock:
-                self._count += 1
-                only = self._count == 1 and learns and not self.channels.busy
-            forward, self._only = _Forward(self._step, self.changes()), None
-            if only:
-                forward.ids_TK, forward.metadata = topk_ids_TK.to(torch.int32, copy=True), metadata
-                self._only = forward
-        if not learns:
-            return combined_TD
-        left: Tensor = _UntilBackward.apply(combined_TD, self, forward)
-        return left
+    def track(
+        self, topk_ids_TK: Tensor, metadata: Any, *, learns: bool, training: bool, repeated: bool
+    ) -> InFlight | None:
+        """Return a forward that is in flight until its backward runs; None: gradients will not follow, or it repeats
+        one. In training it counts also without gradients: reentrant checkpointing could repeat it, and its backward
+        would not be seen."""
+        if repeated or not (learns or training):
+            return None
+        with self._lock:
+            self._count += 1
+            only = self._count == 1 and learns and not self.channels.busy
+        forward, self._only = InFlight(self, self._step, self.changes()), None
+        if only:
+            forward.ids_TK, forward.metadata = topk_ids_TK.to(torch.int32, copy=True), metadata
+            self._only = forward
+        return forward if learns else None
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
         """Return the metadata of the forward that is being repeated, or None, on every rank, if it is not known;
@@ -117,43 +124,10 @@ class RecomputeCache:
             on_host.copy_(on_device.logical_or_(differs), non_blocking=True)
         return metadata
 
-    def check(self, forward: _Forward) -> None:
-        """Raise if the gradients of a forward would not find its experts; on every rank."""
-        self.channels.before_backward()
-        if self.changes() != forward.changes:
-            raise RuntimeError(_MOVED)
-
-    def over(self, forward: _Forward) -> None:
-        """The backward of one is there: it will not be repeated any more."""
-        if forward.is_over:
-            return
+    def forget(self, forward: InFlight) -> None:
+        """Forget a forward that is over."""
         with self._lock:
             if forward.step == self._step:
                 self._count -= 1
         if forward is self._only:
             self._only = None
-        forward.is_over, forward.ids_TK, forward.metadata = True, None, None
-
-
-class _UntilBackward(torch.autograd.Function):
-    """Notes once that a forward is over, and raises on every rank if gradients would not find its experts."""
-
-    @staticmethod
-    def forward(ctx: Any, combined_TD: Tensor, cache: RecomputeCache, forward: _Forward | None) -> Tensor:
-        ctx.cache, ctx.of = cache, forward
-        # Asking for something that was saved makes checkpointing repeat the forward, if it has not yet.
-        ctx.save_for_backward(combined_TD.new_empty(0))
-        ctx.mark_dirty(combined_TD)  # itself and no view of it: the model may go on in place
-        return combined_TD
-
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(_SECOND_DERIVATIVES)
-        if ctx.of is not None:
-            ctx.cache.check(ctx.of)
-        _ = ctx.saved_tensors
-        if ctx.of is not None:
-            ctx.cache.over(ctx.of)
-        return grad_TD, None, None

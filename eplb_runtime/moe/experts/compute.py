@@ -40,6 +40,11 @@ class SlotCounts:
         """int32, on the rows' device: rows of each slot."""
         return torch.diff(self.offsets_S, prepend=self.offsets_S.new_zeros(1))
 
+    @property
+    def begins_S(self) -> Tensor:
+        """int32, on the rows' device: where each slot's rows begin."""
+        return self.offsets_S - self.counts_S
+
     def known(self) -> Sequence[int]:
         """The numbers; waits for the device, once, if the host does not have them."""
         return self._waited_for if self.on_host is None else self.on_host
@@ -136,22 +141,22 @@ class _Idle(torch.autograd.Function):
 @dataclass(frozen=True)
 class Aligned:
     """A `Compute` around one that wants each slot's rows filled up to a multiple: with zeros, and what comes of them is
-    dropped. One pass over the rows before the experts and one after, no host sync: where only the device knows how many
-    come, the last slot has what is left of the memory, too."""
+    dropped. One pass over the rows before the experts and one after, no host sync: where only the device knows each
+    slot's number, the last one has what is left of the memory, too."""
 
     compute: Compute
     multiple: int
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         """As of `Compute`."""
-        aligned_S, places = aligned(counts_S, self.multiple, rows_MD.shape[0])
-        offsets_S, ends_S = counts_S.offsets_S, aligned_S.offsets_S
-        rows_PD = _Regroup.apply(rows_MD.contiguous(), offsets_S, ends_S, offsets_S, places)
-        out_PD = self.compute(rows_PD, aligned_S, parameters)
+        rows, width = rows_MD.shape
+        aligned_S, places = aligned(counts_S, self.multiple, rows)
+        shift_S = aligned_S.begins_S - counts_S.begins_S
+        place_M = torch.arange(rows, device=rows_MD.device) + shift_S[counts_S.slot_of_rows(rows)]
+        out_PD = self.compute(rows_MD.new_zeros(places, width).index_copy(0, place_M, rows_MD), aligned_S, parameters)
         if out_PD.shape[0] != places:
             raise ValueError(f"experts gave {out_PD.shape[0]} rows for {places}")
-        out_MD: Tensor = _Regroup.apply(out_PD.contiguous(), ends_S, offsets_S, offsets_S, rows_MD.shape[0])
-        return out_MD
+        return out_PD.index_select(0, place_M)
 
 
 def aligned(counts_S: SlotCounts, multiple: int, rows: int) -> tuple[SlotCounts, int]:
@@ -164,34 +169,3 @@ def aligned(counts_S: SlotCounts, multiple: int, rows: int) -> tuple[SlotCounts,
         return SlotCounts(ends_S, None), places
     sizes = [-(-count // multiple) * multiple for count in counts_S.on_host]
     return SlotCounts(ends_S, sizes), sum(sizes)
-
-
-class _Regroup(torch.autograd.Function):
-    """Rows from one spacing to another; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int) -> Tensor:
-        ctx.save_for_backward(from_S, to_S, offsets_S)
-        ctx.rows = source_ND.shape[0]
-        return regroup(source_ND, from_S, to_S, offsets_S, places)
-
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
-        from_S, to_S, offsets_S = ctx.saved_tensors
-        grad_ND: Tensor = _Regroup.apply(grad_PD.contiguous(), to_S, from_S, offsets_S, ctx.rows)
-        return grad_ND, None, None, None, None
-
-
-def regroup(source_ND: Tensor, from_S: Tensor, to_S: Tensor, offsets_S: Tensor, places: int) -> Tensor:
-    """Return ``[places, D]``: rows of slots that end at ``from_S``, moved to slots that end at ``to_S``."""
-    place_P = torch.arange(places, dtype=torch.int32, device=source_ND.device)
-    slot_P = torch.searchsorted(to_S, place_P, right=True).clamp_(max=to_S.shape[0] - 1)
-    zero = to_S.new_zeros(1)
-    begins, sizes_S = [torch.cat([zero, ends[:-1]]) for ends in (from_S, to_S)], torch.diff(offsets_S, prepend=zero)
-    number_P = place_P - begins[1][slot_P]
-    there_P = number_P < sizes_S[slot_P]
-    if not source_ND.shape[0]:
-        return source_ND.new_zeros(places, source_ND.shape[1])
-    row_P = torch.where(there_P, begins[0][slot_P] + number_P, 0)
-    return torch.where(there_P[:, None], source_ND[row_P], 0)

@@ -1,12 +1,17 @@
-"""What an optimizer keeps for each expert, found through ``optimizer.state`` and never by name.
+"""What an optimizer keeps for each expert, found through ``optimizer.state`` and never by name; and whether it updates
+each expert by itself, known of its class or tried once on small tensors.
 
 A state tensor belongs to the experts when its leading dimension is the parameter's; single numbers (Adam's ``step``)
 belong to the whole parameter and are equal on every rank. Anything else cannot be told apart and is refused, tensors
-inside of lists and the like, too.
+inside of lists and the like, too. An optimizer whose update of one expert depends on the others in its tensor (a norm
+over the tensor, a factored second moment, a line search over all parameters) would make training depend on which
+experts share a rank.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
@@ -14,6 +19,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from ...utils.text import one_line
+
+logger = logging.getLogger("eplb_runtime")
 
 
 class OptimizerStateError(ValueError):
@@ -43,16 +53,16 @@ PARAMETER = ""
 """Key under which `StateOwner.copies_of` has copies of the parameter itself."""
 
 
-def state_of(optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
+def state_of(optimizer: Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
     """Return what an optimizer keeps for a parameter; empty: nothing yet."""
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, Optimizer):
         state: Mapping[str, Any] = optimizer.state.get(parameter, {})
         return state
     return optimizer.state_of(parameter)
 
 
 def state_of_each(
-    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor], *, divided: bool = False
+    optimizer: Optimizer | StateOwner, parameters: Sequence[Tensor], *, divided: bool = False
 ) -> list[tuple[str, tuple[Tensor, ...]]]:
     """Return the state of experts that are parameters of their own, one tensor for each, sorted by key. ``divided``: of
     an expert of which this rank keeps nothing it is an empty tensor; else all are stepped alike."""
@@ -75,18 +85,18 @@ def state_of_each(
 
 
 def copies_of_each(
-    optimizer: torch.optim.Optimizer | StateOwner, parameters: Sequence[Tensor]
+    optimizer: Optimizer | StateOwner, parameters: Sequence[Tensor]
 ) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
     """By key, for each expert that is a parameter of its own, the memory that holds the same numbers: none or more
     tensors, on other devices for some experts than for others."""
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, Optimizer):
         return {}
     of_each = [optimizer.copies_of(parameter) for parameter in parameters]
     return {key: tuple(copies.get(key, ()) for copies in of_each) for key in {key for one in of_each for key in one}}
 
 
 def expert_state(
-    optimizer: torch.optim.Optimizer | StateOwner, parameter: Tensor, registered: Collection[int] = ()
+    optimizer: Optimizer | StateOwner, parameter: Tensor, registered: Collection[int] = ()
 ) -> list[tuple[str, Tensor]]:
     """Return the state tensors of ``parameter`` whose rows are its experts, sorted by key. ``registered``: addresses of
     memory that moves by itself."""
@@ -124,7 +134,7 @@ def _holds_tensors(value: Any, registered: Collection[int]) -> bool:
 
 
 def replace_parameter(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     old: torch.nn.Parameter,
     new: torch.nn.Parameter,
     take_rows: Callable[[Tensor], Tensor],
@@ -141,3 +151,123 @@ def replace_parameter(
                     optimizer.state[new] = cut
                 return
     raise OptimizerStateError("the optimizer does not hold this parameter")
+
+
+ELEMENT_WISE = {
+    "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+    "apex": "FusedAdagrad FusedAdam FusedSGD",
+    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
+}
+"""Classes by package that are element-wise whatever their options are. Others, which have options that mix (timm's
+``caution``, bitsandbytes' ``percentile_clipping``, TransformerEngine's scaled states), are tried as they are set."""
+_EXPERTS, _SHAPE, _STEPS, _LEARNING_RATE = 3, (4, 32), 3, 0.1
+"""Rows of 128 bytes: a CPU rounds them alike wherever they are in a tensor."""
+
+
+def check_elementwise(
+    optimizer: Optimizer, experts: Collection[int] | None = None, *, each: bool = False, known: bool = False
+) -> None:
+    """Refuse an optimizer that mixes experts, or keeps their state in another optimizer.
+
+    Args:
+        experts: ids of the parameters that are experts; None: any may be.
+        each: whether each expert is a parameter ``[a, b]`` of its own; else all of a rank are in one, ``[E/R, ...]``.
+        known: the user says that it is element-wise: it is not tried.
+
+    Raises:
+        OptimizerStateError: it mixes experts, cannot step tensors of experts, or keeps for them what cannot move.
+    """
+    kind, tried = type(optimizer).__name__, set[str]()
+    listed = ELEMENT_WISE.get(type(optimizer).__module__.partition(".")[0], "").split()
+    for group in optimizer.param_groups:
+        mine = [one for one in group["params"] if experts is None or id(one) in experts]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if not mine or repr(options) in tried:
+            continue
+        tried.add(repr(options))
+        for name, inner in vars(optimizer).items():
+            if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
+                raise OptimizerStateError(
+                    f"{kind}.{name} is a {type(inner).__name__} with a state of its own, which would not move with "
+                    "experts: use an optimizer that keeps all in its own state"
+                )
+        if known or kind.removesuffix("Closure") in listed:
+            continue
+        try:
+            _try(optimizer, options, each, mine)
+        except OptimizerStateError:
+            raise
+        except Exception as error:
+            why = "cannot be tried on small tensors (%s): if it updates each expert by itself, say so by "
+            then = "BalancerConfig(elementwise=True); else placement changes the result"
+            logger.warning(f"%s {why}{then}", kind, one_line(error))
+
+
+def _try(optimizer: Optimizer, options: Mapping[str, Any], each: bool, experts: Sequence[Tensor]) -> None:
+    """Refuse where three experts, with gradients of three sizes, become something else together than each alone."""
+    shape = _SHAPE[1:] if not each and all(one.ndim == 2 for one in experts) else _SHAPE
+    device = torch.device("cpu") if experts[0].is_meta else experts[0].device
+    values_ET = torch.randn(_EXPERTS, 1 + _STEPS, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+    values_ET[:, 1:] *= torch.logspace(-2, 2, _EXPERTS, device=device).view(-1, *[1] * (1 + len(shape)))
+
+    def stepped(*which: int) -> tuple[Tensor, Optimizer, Tensor]:
+        """Weights and state ``[experts, N]``, with the optimizer and its first tensor."""
+        start, *gradients_T = values_ET[list(which)].unbind(1)
+        tensors = [one.clone().requires_grad_() for one in (start if each else start.unsqueeze(0))]
+        twin = _made(optimizer, options, tensors)
+        for gradients in gradients_T:
+            _step(twin, tensors, list(gradients) if each else [gradients])
+        kept = [[one.detach(), *twin.state.get(one, {}).values()] for one in tensors]
+        alike = [[one for one in of if isinstance(one, Tensor) and one.shape == tensors[0].shape] for of in kept]
+        whole = [torch.stack(of) if each else of[0] for of in zip(*alike, strict=True)]
+        return torch.cat([one.double().flatten(1) for one in whole], dim=1).nan_to_num(), twin, tensors[0]
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        (together, twin, tensor), (again, _, _) = (stepped(*range(_EXPERTS)) for _ in range(2))
+        apart = [stepped(expert)[0] for expert in range(_EXPERTS)]
+    if not together.equal(again):
+        raise RuntimeError("its step gives something else when it is repeated: it draws random numbers")
+    if not together.equal(torch.cat(apart)):
+        raise OptimizerStateError(
+            f"{type(optimizer).__name__} mixes the experts of {'a rank' if each else 'a tensor'} in its update, so "
+            "placement would change the result; use an element-wise optimizer (SGD, Adam, AdamW, ...), or say "
+            "BalancerConfig(elementwise=True) if you know that it is one"
+        )
+    if not each:
+        expert_state(twin, tensor)  # refuses what cannot move with experts
+
+
+def _step(twin: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """One step without torch's hooks, which are for training; with a closure where the class takes one."""
+
+    def closure() -> float:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient.clone()
+        return float(sum((one.detach() * gradient).sum() for one, gradient in zip(tensors, gradients, strict=True)))
+
+    step: Any = type(twin).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    closure()
+    try:
+        step(twin, closure)
+    except (TypeError, ValueError):  # some refuse a closure
+        step(twin)
+
+
+def _made(optimizer: Optimizer, options: Mapping[str, Any], tensors: Sequence[Tensor]) -> Optimizer:
+    def own(given: Mapping[str, Any]) -> dict[str, Any]:  # without those that are checked against a device
+        return copy.deepcopy({key: one for key, one in given.items() if key not in ("fused", "capturable", "foreach")})
+
+    # Some constructors ask their groups for options, others refuse any that they do not know.
+    for in_group, named in ((options, optimizer.defaults), ({}, optimizer.defaults), (options, {}), ({}, {})):
+        try:
+            twin = type(optimizer)([{**own(in_group), "params": list(tensors)}], **own(named))
+            break
+        except Exception:
+            if not in_group and not named:
+                raise
+    twin.param_groups[0].update(own(options))
+    if twin.param_groups[0].get("lr") is not None:
+        twin.param_groups[0]["lr"] = _LEARNING_RATE  # a schedule may begin at 0, where nothing shows
+    getattr(twin, "train", lambda: None)()
+    return twin

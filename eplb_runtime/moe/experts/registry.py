@@ -30,7 +30,7 @@ from .optimizer_state import (
 )
 from .slices import WeightMemory, has_memory, is_sliced, local
 
-Kind = Literal["parameter", "gradient", "optimizer_state", "buffer"]
+Kind = Literal["parameter", "optimizer_state", "buffer"]
 Part = Literal["row", "range", "number"]
 MARK = "eplb_runtime_experts"
 """What state dicts call where their experts stood."""
@@ -129,18 +129,14 @@ def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
 
 class ExpertTensors:
     """The registry of one model on one rank. ``homes_per_rank``: E/R (of divided rows ``E/(R D)``); ``optimizers``:
-    where the state of registered parameters lives; ``move_gradients``: whether gradients that exist move too."""
+    where the state of registered parameters lives."""
 
     def __init__(
-        self,
-        num_layers: int,
-        homes_per_rank: int,
-        optimizers: Sequence[torch.optim.Optimizer | StateOwner] = (),
-        move_gradients: bool = False,
+        self, num_layers: int, homes_per_rank: int, optimizers: Sequence[torch.optim.Optimizer | StateOwner] = ()
     ) -> None:
         self._layers: list[list[ExpertTensor]] = [[] for _ in range(num_layers)]
         self._memory = [WeightMemory() for _ in range(num_layers)]
-        self.homes_per_rank, self._optimizers, self._move_gradients = homes_per_rank, list(optimizers), move_gradients
+        self.homes_per_rank, self._optimizers = homes_per_rank, list(optimizers)
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
         self._state_of_layers: dict[int, frozenset[str]] = defaultdict(frozenset)
         self._misses_state = False
@@ -218,10 +214,8 @@ class ExpertTensors:
         return ""
 
     def leave_gradients(self, layer: int) -> None:
-        """A layer's experts have moved. Gradients that did not move along are of those that were there before: they may
+        """A layer's experts have moved, without their gradients. Those are of experts that were there before: they may
         be looked at and zeroed, but not used (`refuse_left_behind`). On every rank that has the layer."""
-        if self._move_gradients:
-            return
         for entry in self._layers[layer]:
             for parameter in entry.memory if entry.kind == "parameter" else ():
                 if parameter.grad is not None:
@@ -241,8 +235,7 @@ class ExpertTensors:
             if left is not None and gradient is not None and left() is gradient and (is_sliced(one) or gradient.any()):
                 raise RuntimeError(
                     f"experts have moved since the last step, and the gradient of {name} from before, which has not "
-                    "moved along, is added to or used again: zero gradients after each step, or set "
-                    "BalancerConfig(migration=MigrationConfig(move_gradients=True))"
+                    "moved along, is added to or used again: zero gradients after each step"
                 )
             self._left_behind.pop(one, None)
 
@@ -299,8 +292,6 @@ class ExpertTensors:
             yield ExpertTensor(name, local(parameter), entry.kind)
             if entry.kind != "parameter":
                 continue
-            if self._move_gradients and parameter.grad is not None:
-                yield ExpertTensor(f"{name}/grad", local(parameter.grad), "gradient")
             for optimizer in self._optimizers:
                 for key, state in expert_state(optimizer, parameter, self.moves_by_itself()):
                     yield ExpertTensor(f"{name}/{key}", local(state), "optimizer_state")
@@ -314,11 +305,6 @@ class ExpertTensors:
         name, ranges = entry.name, self.ranges_of(rows)
         copies = [copies_of_each(optimizer, rows) for optimizer in self._optimizers]
         yield replace(entry, copies=next((of[PARAMETER] for of in copies if PARAMETER in of), ()), ranges=ranges)
-        gradients = tuple(row.grad for row in rows if row.grad is not None)
-        if self._move_gradients and gradients and not ranges:
-            if len(gradients) != len(rows):
-                raise RegistryError(f"some experts of {name} have gradients and others have none: they cannot move")
-            yield ExpertTensor(f"{name}/grad", gradients, "gradient")
         for optimizer, of in zip(self._optimizers, copies, strict=True):
             for key, state in state_of_each(optimizer, rows, divided=bool(ranges)):
                 is_number = all(one.ndim == 0 for one in state if one.numel())

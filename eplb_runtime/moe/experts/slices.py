@@ -124,21 +124,11 @@ def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequ
     """Parameters as they are; the gradients of what is computed with these are divided on the way to them."""
     if divisor == 1 or not torch.is_grad_enabled():
         return parameters
-    return [DividedGradient.apply(parameter, divisor) for parameter in parameters]
-
-
-class DividedGradient(torch.autograd.Function):
-    """A parameter as it is; its gradient divided, before it is summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, divisor: float) -> Tensor:
-        ctx.divisor = divisor
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @torch.compiler.disable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.divisor, None
+    views = [parameter.view_as(parameter) for parameter in parameters]
+    for view in views:
+        if view.requires_grad:
+            view.register_hook(lambda gradient: gradient / divisor)
+    return views
 
 
 BLOCK_BYTES = 1 << 20

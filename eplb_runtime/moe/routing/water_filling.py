@@ -140,17 +140,12 @@ def split_for_rank(
 
 
 def split_totals(
-    totals_LE: NDArray[np.integer],
-    tables: SplitTables,
-    *,
-    sweeps: int = SWEEPS,
-    speed_R: NDArray[np.float64] | None = None,
+    totals_LE: NDArray[np.integer], tables: SplitTables, *, speed_R: NDArray[np.float64] | None = None
 ) -> Longs:
     """Tokens for each copy of each expert.
 
     Args:
         totals_LE: integer ``[L, E]``, tokens of each expert over all source ranks; sums below 2 ** 60.
-        sweeps: at most so many Gauss-Seidel sweeps; with none each copy has the same, the first copies one more.
         speed_R: float64 ``[R]``, of each rank, the fastest 1; one of speed 0 has no replicas. None: all alike.
 
     Returns:
@@ -163,12 +158,12 @@ def split_totals(
     arrays = tables.first_rank_LE, tables.order_LN, tables.ranks_LNC, tables.count_LN
     quota_LEC: Longs = np.zeros(tables.copy_slot_LEC.shape, dtype=np.int64)
     if speed_R is None:
-        return _split_layers(totals, arrays, sweeps, np.zeros((len(totals), tables.num_ranks), dtype=np.int64))
+        return _split_layers(totals, arrays, SWEEPS, np.zeros((len(totals), tables.num_ranks), dtype=np.int64))
     least_L = totals.sum(axis=1) / max(float(speed_R.sum()), 1e-12)
     level_L, reached_L, used = least_L, np.full(len(least_L), np.inf), speed_R > 0
     for _ in range(SPEED_LEVELS):
         virtual_LR = np.asarray(np.floor(level_L[:, None] * (1.0 - speed_R)), dtype=np.int64)
-        tried_LEC = _split_layers(totals, arrays, sweeps, virtual_LR)
+        tried_LEC = _split_layers(totals, arrays, SWEEPS, virtual_LR)
         tried_L = (tables.sum_by_rank(tried_LEC)[:, used] / speed_R[used]).max(axis=1, initial=0.0)
         quota_LEC = np.where((tried_L < reached_L)[:, None, None], tried_LEC, quota_LEC)
         least_L = np.where(tried_L > level_L * (1 + SPEED_TOLERANCE), level_L, least_L)
@@ -297,9 +292,7 @@ def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: 
         if sweep >= MOMENTUM_FROM:
             go_on(ranks_NC, count_N, share_NC, before_NC, load_R)
         elif sweep == MOMENTUM_FROM - 1:
-            for index in range(count_N.size):
-                for copy in range(count_N[index]):
-                    before_NC[index, copy] = share_NC[index, copy]
+            before_NC[:] = share_NC
         sweep_copies(ranks_NC, count_N, share_NC, load_R)
 
 
@@ -346,7 +339,8 @@ def fill_loads(base_R: Longs, ranks_NC: Ints, count_N: Ints, share_NC: Longs, bi
 
 @jit(error_model="numpy")
 def _split_layers(totals_LE: Longs, arrays: tuple[Ints, ...], sweeps: int, virtual_LR: Longs) -> Longs:
-    """Split over ranks that count ``virtual_LR`` tokens on top of their own; ``arrays``: of `SplitTables`."""
+    """Split over ranks that count ``virtual_LR`` tokens on top of their own; ``arrays``: of `SplitTables`. Without
+    sweeps each copy has the same, the first copies one more."""
     first_rank_LE, order_LN, ranks_LNC, count_LN = arrays
     widest = ranks_LNC.shape[2]
     quota_LEC = np.zeros((*totals_LE.shape, widest), dtype=np.int64)

@@ -94,18 +94,18 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
         within = [names(now_NRS[name], new_RS) for name, new_RS in zip(name_N, new_NRS, strict=True)]
         return np.concatenate([name * node_ranks + name_R for name, name_R in zip(name_N, within, strict=True)])
     order = np.argsort(now_RS, axis=None, kind="stable")
-    sorted_P = now_RS.ravel()[order]
-    first_P, last_P = (np.searchsorted(sorted_P, new_RS.ravel(), side=side) for side in ("left", "right"))
+    first_P, last_P = (np.searchsorted(now_RS.ravel(), new_RS.ravel(), side, order) for side in ("left", "right"))
     holders_P = last_P - first_P
     within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
     holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
     new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
     pair, shared = np.unique(new_N.astype(np.int64) * ranks + holder_N, return_counts=True)
-    name_R, is_free_R = np.full(ranks, -1), np.ones(ranks, dtype=bool)
+    named, is_free = [-1] * ranks, [True] * ranks
     for new, holder in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
-        if name_R[new] < 0 and is_free_R[holder]:
-            name_R[new], is_free_R[holder] = holder, False
-    name_R[name_R < 0] = np.flatnonzero(is_free_R)
+        if named[new] < 0 and is_free[holder]:
+            named[new], is_free[holder] = holder, False
+    name_R = np.array(named)
+    name_R[name_R < 0] = np.flatnonzero(is_free)
     return name_R
 
 

@@ -18,7 +18,7 @@ import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts import module as own
 from eplb_runtime.hosts.attaching.description import MoELayer
-from eplb_runtime.hosts.attaching.self_test import problems_of, try_layers
+from eplb_runtime.hosts.attaching.self_test import try_layers
 from eplb_runtime.hosts.module import MoE, _UsersCompute
 from eplb_runtime.hosts.transformers.describe import describe
 from eplb_runtime.moe.experts.compute import SlotCounts
@@ -67,7 +67,7 @@ def said(layer: nn.Module, compute: Any = rows_through, **config: Any) -> tuple[
 def tried(layers: Sequence[MoELayer], guard: str = "auto") -> tuple[str, list[str]]:
     tests = try_layers(layers, guard)
     drawing = [layer.name for layer, test in zip(layers, tests, strict=True) if test.draws]
-    return next(iter(problems_of(layers, tests)), ""), drawing
+    return next((test.problem for test in tests if test.problem), ""), drawing
 
 
 def capped(layer: Layer, out: Tensor, hidden: Tensor) -> Tensor:

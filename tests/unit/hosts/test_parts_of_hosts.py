@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
     clock = FakeClock()
     block = Block(clock)
     block.by_name = by_name
-    undo = mark_calls(block.experts, "hidden_states", clock)
+    undo = mark_calls(block.experts, "forward", clock)
+    assert (copy := deepcopy(block.experts)).forward.__self__ is copy, "it computes with its own weights"
     plain = gradient(block, checkpointing)
     assert clock.take() == (), "off: nothing is recorded"
     before = clock.now
@@ -103,7 +105,7 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
 def test_evaluation_is_not_measured() -> None:
     clock = FakeClock()
     experts = Experts(clock).eval()
-    mark_calls(experts, "hidden_states", clock)
+    mark_calls(experts, "forward", clock)
     clock.begin_step()
     experts(torch.ones(2))
     clock.end_step()
@@ -196,8 +198,8 @@ def test_what_is_read_does_not_raise() -> None:
 
 def test_the_model_is_on_the_gpu_that_the_process_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert not [*_of_device(torch.device("cuda", 1)), *_of_device(torch.device("cpu"))]
-    (refused,) = _of_device(torch.device("cuda", 0))
+    asked = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0")]
+    (refused,) = (line for one in asked for line in _of_device(one))
     assert "on cuda:0, and this process works on GPU 1: call torch.cuda.set_device(0)" in refused
 
 

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from eplb_runtime.migration.exchange import formats_of
-from eplb_runtime.moe.experts.elementwise import check_elementwise
-from eplb_runtime.moe.experts.optimizer_state import OptimizerStateError, expert_state, is_per_expert, replace_parameter
+from eplb_runtime.moe.experts.optimizer_state import (
+    OptimizerStateError,
+    check_elementwise,
+    expert_state,
+    is_per_expert,
+    replace_parameter,
+)
 from eplb_runtime.moe.experts.registry import ALIGNMENT, ExpertTensor, ExpertTensors, RecordFormat, why_not_written
 from eplb_runtime.utils.checksums import as_bytes, checksum
 
@@ -180,11 +185,11 @@ def test_memory_that_has_two_names_moves_once() -> None:
     assert [t.name for t in registry.of_home(0)] == ["w", "w/column", "w/none", "w/none either", "w/own"]
 
 
-def left_behind(move_gradients: bool = False) -> tuple[ExpertTensors, nn.Parameter]:
+def left_behind() -> tuple[ExpertTensors, nn.Parameter]:
     """A parameter with a gradient, whose experts have moved."""
     parameter = nn.Parameter(torch.zeros(3, 2))
     parameter.grad = torch.ones(3, 2)
-    registry = ExpertTensors(1, 3, move_gradients=move_gradients)
+    registry = ExpertTensors(1, 3)
     registry.add(0, "w", parameter)
     registry.leave_gradients(0)
     return registry, parameter
