@@ -314,7 +314,7 @@ class Overlapped:
             if verdict.commit:
                 verdict = Verdict(False, "this rank was not ready in time, and the others were", True)
             left = tuple(layers_that_differ(self._current, self._target))
-            return MigrationProgress(self._current, verdict, Phase.STAGED, left_layers=left)
+            return MigrationProgress(self._current, verdict, Phase.PREPARED, left_layers=left)
         self._migration, self._nbytes = migration, migration.schedule.load.max(axis=1, initial=1).tolist()
         for round_ in migration.schedule.rounds:
             self._open.setdefault(round_.layers[0], []).append(round_)
