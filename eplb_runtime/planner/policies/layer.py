@@ -62,12 +62,10 @@ def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     """Put a placement into the layer, with its split; return what it is worth, the mean and in each scenario."""
     ranks, scenarios = layer.load_RW.shape
     layer.count_E[:] = 0
-    for slot in range(slot_P.size):
-        layer.slot_P[slot] = slot_P[slot]
     for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
         for rank in range(ranks):
             for slot in range(rank * layer.per_rank + first, rank * layer.per_rank + last):
-                expert = layer.slot_P[slot]
+                expert = layer.slot_P[slot] = slot_P[slot]
                 if expert == EMPTY:
                     continue
                 layer.copies_CE[layer.count_E[expert], expert] = slot

@@ -32,9 +32,8 @@ def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
         add_rings(load_E, homes, per_rank, distance_K, slots_P)
         if slack < 0.0 and not keep:  # ranks are alike: named so that many homes stay
             slot_RS = slots_P.reshape(ranks, per_rank)
-            holder_N = layer.home_E[slot_RS[:, :homes].ravel()]
-            slots_P = np.empty_like(slots_P)
-            slots_P.reshape(ranks, per_rank)[names_of(rank_N, holder_N, ranks)] = slot_RS
+            name_R = names_of(rank_N, layer.home_E[slot_RS[:, :homes].ravel()], ranks)
+            slots_P = slot_RS[name_R.argsort()].ravel()
         yield slots_P
     if replicas and (now_P.reshape(ranks, per_rank)[:, homes:] == EMPTY).any():
         slots_P = now_P.copy()
