@@ -137,9 +137,9 @@ def test_what_cannot_be_made_or_read_gets_one_line(tmp_path: Path) -> None:
     changes: dict[str, dict[str, Any]] = {"missing": {"model.norm.weight": None}, "a part": {up[-1]: None}}
     changes["quantised"] = {name: weights[name].to(torch.float8_e4m3fn) for name in up}
     changes["narrow"] = {name: weights[name][:, :1].clone() for name in up}
-    for name, changed in changes.items():
+    for name, new in changes.items():
         (tmp_path / name).mkdir()
-        save_file({k: v for k, v in (weights | changed).items() if v is not None}, tmp_path / name / "model.safetensors")
+        save_file({k: v for k, v in (weights | new).items() if v is not None}, tmp_path / name / "model.safetensors")
     make_model("olmoe", experts=EXPERTS * 2).save_pretrained(tmp_path / "more")
     run_ranks(2, refusals, tmp_path)
 
