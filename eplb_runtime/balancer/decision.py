@@ -301,7 +301,7 @@ class PlanMaker:
         return buffer
 
     def read(self, message: bytearray, current: Placement) -> Decision:
-        """Return the plan that rank 0 has sent; its digest is zeros where the bytes are no plan."""
+        """Return the decision that rank 0 has sent, and take its track record; its digest is zeros where it is none."""
         try:
             fields = json.loads(message)
             if failure := fields.get("failure", ""):
@@ -312,7 +312,7 @@ class PlanMaker:
             target = None if fields["placement"] is None else Placement.from_json(fields["placement"])
             if target is not None:
                 target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("the plan that arrived on this rank is not usable: %s", error)
             return Decision()
         self.saved_track_record = fields["track_record"]

@@ -164,7 +164,7 @@ class Guard(LoopHooks):
         )
 
     def take(self, what: str, problem: str = "") -> Sample:
-        """Sum the bits of tensors that other ranks share; nothing is waited for."""
+        """Return facts of this rank, and sums of the bits that ranks share of ``what``; nothing is waited for."""
         job = self._groups.job
         trained = [parameter.requires_grad for parameter in (*self._tensors.dense.values(), *self._experts.values())]
         facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]

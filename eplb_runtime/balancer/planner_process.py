@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
@@ -33,10 +34,10 @@ from ..topology import Topology
 from ..utils.jit import note_compiled
 
 logger = logging.getLogger("eplb_runtime")
+_say_once = cache(logger.info)
 
 SECONDS = 5.0
-"""Period in which a child looks whether its parent lives, whose socket a forked process may hold; and the longest wait
-for a child that was killed."""
+"""Period in which a child looks whether its parent lives; the longest wait for a child that was killed."""
 _VALUES: dict[str, Any] = {"Placement": Placement.from_json, "Topology": Topology, "CostModel": CostModel}
 
 
@@ -75,6 +76,7 @@ class PlannerProcess:
         """
         with self._asking:
             if not self._becomes_ready(0.0):
+                _say_once("the planner is being compiled: until it is ready, homes alone move, by DeepSeek's rule")
                 return _homes_alone(load, topology, **terms)
             try:
                 self._connection.send_bytes(encode({"load": load, "topology": topology, **terms}))

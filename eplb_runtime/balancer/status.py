@@ -25,7 +25,6 @@ def balancer_table(
     placed = sum(event.placed_replicas for event in committed)
     replicas = f"{counted(placed, 'replica')} placed, " if placed else ""
     pause = sum(event.pause_seconds for event in committed)
-    copies = int((placement.copy_count - 1).sum())
     cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
     rows = [
         ("experts", f"{placement.num_layers} layers of {placement.num_experts}"),
@@ -33,7 +32,7 @@ def balancer_table(
         ("slots per rank", f"{placement.slots_per_rank}, {placement.replica_slots} of them for copies"),
         ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
         ("steps", str(step)),
-        ("placement", f"epoch {placement.epoch}, {copies} copies stand"),
+        ("placement", f"epoch {placement.epoch}, {int((placement.copy_count - 1).sum())} copies stand"),
         ("measured last", measured[-1].brief() if measured else "nothing yet"),
         ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {replicas}{pause:.3g} s pause"),
         ("dropped", str(len(events.of_type(RebalanceAborted)))),
@@ -67,8 +66,7 @@ class DecisionLine:
         return f", to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"
 
 
-_NUMBERS = re.compile(r"[\d.]+")
-_WIDTH = 120
+_NUMBERS, _WIDTH = re.compile(r"[\d.]+"), 120
 
 
 def _log(step: int, *parts: str) -> None:

@@ -292,7 +292,7 @@ class TrialRun(LoopHooks):
             os._exit(0)
 
     def _look_for_kept(self) -> None:
-        """List what may be experts by place, and is neither the models' nor a balancer's of this process."""
+        """Put on record what may be experts by place, of no model or balancer of this process. Collective."""
         balancers = [one for one in gc.get_objects() if type(one) is Balancer and not one.closed]
         self._meta["doubts"] = [_BALANCERS] if len(balancers) > 1 else []
         owned = [one for balancer in balancers for one in (*balancer.rebalancer.staging, *balancer.tensors.known())]

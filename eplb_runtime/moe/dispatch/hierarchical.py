@@ -105,7 +105,7 @@ class Hierarchical(AllToAll):
     def _across(
         self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: Longs
     ) -> tuple[AllToAllSplits, Callable[[], Tensor]]:
-        """Send tokens to nodes, and ahead of them int64 ``[F, G]``, 1 for a rank here that the token visits."""
+        """Return how tokens go to nodes, and a wait for what goes ahead: int64 ``[F, G]``, 1 for a visit of a rank."""
         device, node = visits_TN.device, self._node
         offsets_2N, rows = np.stack([block_offsets(tokens_2N[0], node), tokens_2N[0]]), int(tokens_2N[0].sum())
         sent_2N = torch.from_numpy(offsets_2N).to(device, non_blocking=True)
