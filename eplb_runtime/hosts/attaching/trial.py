@@ -315,9 +315,9 @@ class TrialRun(LoopHooks):
         if self._tensors.host_steps:  # the framework's own, inside of what the balancer was given
             states = [state for o in gc.get_objects() if issubclass(type(o), Optimizer) for state in o.state.values()]
             owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        # The records tell who uses these.
-        owned += [one for old in self._runtime.model_check.replaced().values() for one in (old, old.grad)]
-        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
+        replaced = self._runtime.model_check.replaced().values()  # the records tell who uses these
+        known = (*owned, *replaced, *(old.grad for old in replaced))
+        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, known)
         holders = [(holder, one.shape) for one in found if (holder := holder_of(one, found))]
         self._meta["unregistered"] = [
             {"holder": f"rank {rank}: {holder}", "shape": shape}
