@@ -41,7 +41,7 @@ def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) ->
     return np.where(free_LRK, np.where(filled_LRK == last, EMPTY, filled_LRK), kept_LRK).astype(np.int32)
 
 
-def settle(
+def resolve(
     request: PlanRequest, planned: NDArray[np.int32], current: Placement | None, *, keep_nodes: bool = False
 ) -> Placement:
     """The placement to propose for a plan of the free layout, near the current one and within the budget of moves.
