@@ -46,7 +46,7 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
     balancer = of()
     if balancer is not None and not balancer.closed and not balancer.in_a_child:
         balancer.loop.closed = True
-        balancer.rebalancer.leave()
+        balancer.rebalancer.abandon()
         balancer.close_listeners()
         balancer.runtime.groups.store.close()
 
@@ -171,7 +171,7 @@ class Balancer:
             self.loop.require("adopt()")
         self.runtime.barrier("balancer.adopt()")
         if instead_of is not None:
-            self.rebalancer.forget_pending()  # it was measured, and may be under way, with the state of the old one
+            self.rebalancer.cancel_pending()  # it was measured, and may be under way, with the state of the old one
         self.optimizer_hooks.adopt(optimizer, instead_of)
         if not began or instead_of is not None:
             self.guard.begin()
@@ -232,7 +232,7 @@ class Balancer:
         self.runtime.barrier("rebalance()")
         if not self.loop.has_optimizer:
             self.runtime.counter.advance()  # without an optimizer nothing else closes what was counted
-        moved = self.rebalancer.now()
+        moved = self.rebalancer.rebalance_now()
         if moved:
             self._after_move()
         return moved
@@ -475,7 +475,7 @@ class Balancer:
                 logger.exception("an event listener failed as it was closed; the job goes on")
 
     def show_on(self, shown: Any) -> None:
-        """Show what happens on an `observe.start.Shown`."""
+        """Show what happens on an `observe.start.Observers`."""
         self.shown = shown
         shown.follow(self.events)
         self.close_with(shown.close)
@@ -529,7 +529,7 @@ class Balancer:
         """Migrate while training waits; RuntimeError: the migration was dropped."""
         if np.array_equal(self.placement.physical_to_logical, target.physical_to_logical):
             return
-        progress = self.rebalancer.move_to(target)
+        progress = self.rebalancer.migrate_to(target)
         self._stream.end("the end of logical_order()")
         self._after_move()
         if progress.failed_phase is not None:

@@ -41,11 +41,11 @@ _BY_AVERAGING = "average gradients (dense_gradients='allreduce', or DDP after at
 _BY_WRITING = {"gradients": "clip by balancer.clip_grad_norm_", "weights": "write weights on every rank alike"}
 _BY_AVERAGE = "write experts on every rank that has them, and leave averaging them to the balancer"
 FACTS = (
-    ("learning rates of the optimizer", "data_sets", _BY_RANK),
-    ("options of the optimizer", "data_sets", _BY_RANK),
-    ("trained parameters", "data_sets", _BY_RANK),
-    ("tensors given to balancer.register", "data_sets", _BY_RANK),
-    ("tensors outside the experts", "data_sets", ""),  # by what is seen
+    ("learning rates of the optimizer", "dp_groups", _BY_RANK),
+    ("options of the optimizer", "dp_groups", _BY_RANK),
+    ("trained parameters", "dp_groups", _BY_RANK),
+    ("tensors given to balancer.register", "dp_groups", _BY_RANK),
+    ("tensors outside the experts", "dp_groups", ""),  # by what is seen
     ("experts with the same ids", "edp_sets", _BY_AVERAGE),
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""

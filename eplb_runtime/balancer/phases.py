@@ -49,7 +49,7 @@ class Phases:
             raise RuntimeError(f"suspend(): {said}")
         if self._loop.suspended:
             return 0
-        if self._rebalancer.finish():
+        if self._rebalancer.commit_in_flight():
             self._loop.on_moved()
         self._runtime.registry.note_state_here()
         self._loop.suspended, self._since = True, time.perf_counter()
@@ -153,7 +153,7 @@ def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer, 
         raise problem
     if not agreed.commit:
         raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
-    outcome = rebalancer.go_to(step, target)
+    outcome = rebalancer.migrate_at(step, target)
     if outcome.failed_phase is not None:
         raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
     decisions = rebalancer.decisions

@@ -127,7 +127,7 @@ class PlannerProcess:
             own.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(self._seconds) + 1, 0))
         self._connection = Connection(own.detach())
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"NUMBA_OPT": "1", **os.environ}  # a quarter less time to compile
+        environment = {"NUMBA_OPT": "1", **os.environ}  # compiles in a seventh less time
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with other, suppress(OSError):
             self.process = subprocess.Popen(

@@ -1,9 +1,9 @@
 """Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
 One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
-steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.now` alone, on a decision
-that `Rebalancer.plan_ahead` may have begun. A failure drops the rebalance, with an event and a warning, and training
-goes on with the old placement.
+steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.rebalance_now` alone, on a
+decision that `Rebalancer.plan_ahead` may have begun. A failure drops the rebalance, with an event and a warning, and
+training goes on with the old placement.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger("eplb_runtime")
 
 Layers = tuple[int, ...]
 AHEAD = sys.maxsize
-"""Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.now` alone."""
+"""Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.rebalance_now` alone."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Rebalancer(LoopHooks):
             runtime.registry,
             transport,
             self.control.agreement,
-            runtime.placement.home_rows(job.row_division, job.state_holders),
+            runtime.placement.home_rows(job.dp_shard_degree, job.state_holders),
             job.migration_rank,
             staging,
             config.timeout_seconds,
@@ -211,7 +211,7 @@ class Rebalancer(LoopHooks):
         """Raise `MigrationBroken` once this rank has failed after an agreement: the place of its experts is unknown."""
         self._engine.refuse_if_broken()
 
-    def now(self) -> bool:
+    def rebalance_now(self) -> bool:
         """Decide on the load measured so far and act on it at once, or carry out a decision in flight. Returns whether
         experts moved; RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
         if self.quiesced:
@@ -256,7 +256,7 @@ class Rebalancer(LoopHooks):
         """Return whether all ranks were given the same 16 bytes (zeros: none); ends what is in flight. Collective,
         between steps."""
         self.control.require(what)
-        self.forget_pending()
+        self.cancel_pending()
         try:
             agreed = self.run(lambda _, agreement: agreement.check_equal(digest, subject))
         except ConnectionLost as lost:
@@ -265,7 +265,7 @@ class Rebalancer(LoopHooks):
             self._pause(agreed.cause)
         return agreed
 
-    def go_to(self, step: int, target: Placement) -> MigrationProgress:
+    def migrate_at(self, step: int, target: Placement) -> MigrationProgress:
         """Set the step of a saved state, and migrate to its placement. Collective, between steps."""
         self._loop.step = step
         self._next_sampled = 0
@@ -282,7 +282,7 @@ class Rebalancer(LoopHooks):
             self._pause(one_line(lost))
             raise
 
-    def move_to(self, target: Placement) -> MigrationProgress:
+    def migrate_to(self, target: Placement) -> MigrationProgress:
         """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
         steps."""
         self.control.require("a migration")
@@ -296,7 +296,7 @@ class Rebalancer(LoopHooks):
             self.control.require("a migration")
             self._migrate(target, self._overlaps)
 
-    def forget_pending(self) -> None:
+    def cancel_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
         never will. What was declared for a decision that was begun ahead is for the next one."""
         self.drain()
@@ -314,7 +314,7 @@ class Rebalancer(LoopHooks):
             parts.callback(self.control.agreement.close)
             parts.callback(self._engine.executor.close)
             parts.callback(self.control.worker.close, A_LITTLE_SECONDS)
-            parts.callback(self.forget_pending)
+            parts.callback(self.cancel_pending)
             parts.callback(self.decisions.close)
 
     def _use_no_replicas(self) -> None:
@@ -322,10 +322,10 @@ class Rebalancer(LoopHooks):
             self._maps.replicas.wait_all()
             self._get_ready(self.placement().without_replicas(), range(self.placement().num_layers))()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """End the threads without telling the other ranks: this process ends."""
-        self.overlapped.leave()
-        self._groups.hang_up()  # ends waits in collectives
+        self.overlapped.abandon()
+        self._groups.close_connections()  # ends waits in collectives
         self.control.worker.close(A_LITTLE_SECONDS)
         self.decisions.close()
 
@@ -473,7 +473,7 @@ class Rebalancer(LoopHooks):
             self._take_over(self.overlapped.drain())
         return self._placement is not before
 
-    def finish(self) -> bool:
+    def commit_in_flight(self) -> bool:
         """Commit what is in flight, between steps: a migration during steps goes no further without them. On every
         rank. Returns whether the placement has changed since the last boundary."""
         before, goes_on = self._placement, self.overlapped.in_flight and not self.quiesced
@@ -516,7 +516,7 @@ class Rebalancer(LoopHooks):
             return
         transport, before = made
         self._engine.reconnect(transport, self.control.agreement)
-        self._groups.give_back(*before)
+        self._groups.release(*before)
         tries = self.control.reconnection.tries
         if self._groups.job.is_planner:
             logger.info("step %d: the ranks are connected again, after %d tries", self.step, tries)

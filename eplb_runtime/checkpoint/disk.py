@@ -57,9 +57,8 @@ def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, forma
     folder already is replaced in one step when the new one is whole. ``format``: ``"safetensors"``: one tensor per
     expert, Hugging Face's index, and ``checkpoint.json`` with checksums of all bytes, which is written last;
     ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. (Other
-    storage than a file system: `LogicalState`.)
-    Raises CheckpointError: something cannot be kept in this format, or another rank failed; OSError: this rank could
-    not write. The folder is as it was then."""
+    storage than a file system: `LogicalState`.) Raises CheckpointError: something cannot be kept in this format, or
+    another rank failed; OSError: this rank could not write. The folder is as it was then."""
     view = LogicalView(model, optimizer)
     if format not in ("safetensors", "dcp"):
         raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
@@ -78,8 +77,7 @@ def async_save(
 ) -> Future[None]:
     """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on. The
     thread talks over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or
-    loads this model next waits for it. Returns a future that is done when the checkpoint is whole on disk; its
-    ``result()`` raises what went wrong."""
+    loads this model next waits for it. Returns a future, done when all is on disk; its ``result()`` raises errors."""
     view = LogicalView(model, optimizer)
     if format != "safetensors":
         raise CheckpointError(f"async_save writes no format={format!r}: leave it out, or call save(..., format='dcp')")
@@ -421,7 +419,7 @@ class TensorFiles(Saved):
         self.tensors = {key: self._spec(key, stored) for key, stored in layout.items()}
 
     def _spec(self, key: str, stored: Stored) -> TensorSpec:
-        """Shape and dtype of a whole tensor, from those of its parts."""
+        """Shape and dtype of a whole tensor, from those of its parts; the narrowest dtype."""
         kinds: list[tuple[Any, Any]] = []
         for expert in range(max(1, stored.experts)):
             slices = [self._slice(key, name) for name in stored.names_of(expert)]
@@ -429,11 +427,13 @@ class TensorFiles(Saved):
             if kinds and found != kinds:
                 raise CheckpointError(f"expert {expert} of {key} has another shape or dtype than expert 0")
             kinds = found
-        shape = list(kinds[0][0])
-        if shape:
-            shape[stored.dim] = sum(part[stored.dim] for part, _ in kinds)
+        parts, dim = [part for part, _ in kinds], stored.dim
+        if any(part[:dim] + part[dim + 1 :] != parts[0][:dim] + parts[0][dim + 1 :] for part in parts):
+            raise CheckpointError(f"parts of {key} in {self.name} do not fit together: they have shapes {parts}")
+        shape = [sum(part[dim] for part in parts) if at == dim else size for at, size in enumerate(parts[0])]
         whole = (stored.experts, *shape) if stored.experts else tuple(shape)
-        return TensorSpec(whole, slices[0][(slice(0, 0),) if shape else ()].dtype)
+        dtypes = [one[(slice(0, 0),) if shape else ()].dtype for one in slices]
+        return TensorSpec(whole, min(dtypes, key=lambda dtype: dtype.itemsize))
 
     def _slice(self, key: str, name: str) -> Any:
         return self._files[key.partition(".")[0], name].get_slice(name)
@@ -475,8 +475,7 @@ def read_folder(folder: Path, marker: Mapping[str, Any]) -> Saved:
     for key, stored in layout.items():
         if not 0 <= stored.experts <= len(files):
             raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
-        for expert in range(max(1, stored.experts)):
-            unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of(expert))
+        unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of())
     layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
     saved = TensorFiles(str(folder), files, layout | {key: layout[other] for key, other in numbers["tied"].items()})
     saved.optimizers, saved.balancer = numbers["optimizers"], numbers["balancer"]

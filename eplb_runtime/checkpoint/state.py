@@ -429,9 +429,10 @@ class Stored:
     sizes: tuple[int, ...] = ()
     dim: int = 0
 
-    def names_of(self, expert: int) -> tuple[str, ...]:
-        """Names of the parts of one expert, or of the tensor."""
-        return tuple(name.replace("*", str(expert), 1) for name in self.names) if self.experts else self.names
+    def names_of(self, *experts: int) -> tuple[str, ...]:
+        """Names of the parts of these experts, without any of all, or of the tensor."""
+        numbers = experts or range(self.experts or 1)
+        return tuple(name.replace("*", str(n), 1) if self.experts else name for n in numbers for name in self.names)
 
     def cut(self, value: Tensor, expert: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of each part."""

@@ -146,7 +146,7 @@ class TensorList:
         self._places = np.argsort(homes_LE, axis=1, kind="stable")
         self._row_sets = {  # for each stage, the sets of ranks that have each of its rows once
             stage: [ranks for ranks in self.job.row_sets if ranks[0] in holders]
-            for held, holders in zip(self.job.stage_sets, self.job.data_sets, strict=True)
+            for held, holders in zip(self.job.stage_sets, self.job.dp_groups, strict=True)
             for stage in held
         }
         # Each EDP rank has a slice of each expert.
@@ -194,7 +194,7 @@ class TensorList:
     def agree(self, options: str, problem: str, control: dist.ProcessGroup) -> str:
         """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
         a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
-        sets = self.job.data_sets
+        sets = self.job.dp_groups
         if found := first_problem(problem or self.problem(), control):
             return found
         if odd := all_equal(xxhash.xxh3_128(options.encode()).digest(), "choice of options", control):

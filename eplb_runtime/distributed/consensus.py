@@ -82,7 +82,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedel
     return limit
 
 
-def hang_up(group: dist.ProcessGroup) -> None:
+def close_connections(group: dist.ProcessGroup) -> None:
     """Close its connections, so that ranks which wait for this one learn it at once."""
     with contextlib.suppress(RuntimeError):
         if group.name() != "gloo":
@@ -291,7 +291,7 @@ class State(Enum):
     ABORTED = "does not commit"
 
 
-class Heard(Enum):
+class VoteEvent(Enum):
     """Events that a rank with a decision may meet."""
 
     VOTE = "nothing is wrong here: it is about to say yes"
@@ -304,10 +304,10 @@ class Heard(Enum):
     SILENCE = "the record does not answer"
 
 
-_S, _H = State, Heard
+_S, _H = State, VoteEvent
 _ALONE, _PROPOSES = False, True
 
-TABLE: Mapping[tuple[State, Heard], tuple[State, bool]] = {
+TABLE: Mapping[tuple[State, VoteEvent], tuple[State, bool]] = {
     (_S.OPEN, _H.VOTE): (_S.DOUBT, _ALONE),
     (_S.OPEN, _H.REFUSE): (_S.ABORTED, _PROPOSES),
     (_S.DOUBT, _H.ALL_YES): (_S.DOUBT, _PROPOSES),
@@ -344,7 +344,7 @@ class Ballot:
         self.verdict: Verdict | None = None
         self._changed = threading.Condition()
 
-    def hear(self, heard: Heard, verdict: Verdict) -> bool:
+    def hear(self, heard: VoteEvent, verdict: Verdict) -> bool:
         """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
         whether to propose a word for the record."""
         with self._changed:
@@ -354,11 +354,11 @@ class Ballot:
                 self.refusal = verdict.cause
             if self.verdict is not None:
                 return False
-            if self.state is State.ABORTED and heard is Heard.COMMIT:
+            if self.state is State.ABORTED and heard is VoteEvent.COMMIT:
                 raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
-            if heard in (Heard.COMMIT, Heard.ABORT, Heard.SILENCE) and self.state in DECIDED:
+            if heard in (VoteEvent.COMMIT, VoteEvent.ABORT, VoteEvent.SILENCE) and self.state in DECIDED:
                 # No answer after a refusal: no rank commits, but some may not know yet.
-                broken = verdict.connections_broken or heard is Heard.SILENCE
+                broken = verdict.connections_broken or heard is VoteEvent.SILENCE
                 self.verdict = replace(verdict, commit=self.state is State.COMMITTED, connections_broken=broken)
             self._changed.notify_all()
             return proposes
@@ -484,36 +484,36 @@ class Agreement:
             return self.refuse(ballot, Verdict(False, problem, True), votes=False)
         if not problem and self._store.silent:
             problem = "the launcher's store does not answer"
-        ballot.hear(Heard.REFUSE if problem else Heard.VOTE, Verdict(False, problem))
+        ballot.hear(VoteEvent.REFUSE if problem else VoteEvent.VOTE, Verdict(False, problem))
         try:
             _, cause = self.gather_words(b"", ballot.refusal)
             counted = Verdict(not cause, cause)
             self._probe(Phase.VOTED, counted)
-            heard = Heard.A_NO if cause else Heard.ALL_YES
+            heard = VoteEvent.A_NO if cause else VoteEvent.ALL_YES
         except Exception as error:
-            heard, counted = Heard.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+            heard, counted = VoteEvent.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
         return self._follow(ballot, heard, counted)
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
         """Say no. A rank that has said yes already can only propose that, and follows what all come to. ``votes``:
         False: take no part in the vote; ranks that wait for this one's word there come back at once."""
         try:
-            return self._follow(ballot, Heard.REFUSE, verdict)
+            return self._follow(ballot, VoteEvent.REFUSE, verdict)
         finally:
             if not votes:
-                hang_up(self._control)
+                close_connections(self._control)
 
-    def _follow(self, ballot: Ballot, heard: Heard, verdict: Verdict) -> Verdict:
+    def _follow(self, ballot: Ballot, heard: VoteEvent, verdict: Verdict) -> Verdict:
         """Do what the table says until it is known what all ranks do."""
         began, proposes = time.monotonic(), ballot.hear(heard, verdict)
         while ballot.verdict is None:
             if proposes:
                 try:
                     answer = self._first_word(ballot.key, verdict, patient=ballot.state is State.DOUBT)
-                    proposes = ballot.hear(Heard.COMMIT if answer.commit else Heard.ABORT, answer)
+                    proposes = ballot.hear(VoteEvent.COMMIT if answer.commit else VoteEvent.ABORT, answer)
                     continue
                 except StoreError as error:
-                    proposes = ballot.hear(Heard.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
+                    proposes = ballot.hear(VoteEvent.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
                     logger.warning("%s; it is asked for what became of a migration", one_line(error))
             # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
             if not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..utils.text import one_line
 from ..utils.worker import Worker
-from .consensus import Agreement, Phase, Probe, Verdict, arrive, hang_up, outcome_of, unobserved
+from .consensus import Agreement, Phase, Probe, Verdict, arrive, close_connections, outcome_of, unobserved
 from .process_groups import ProcessGroups, host_timeout
 from .store import StoreError
 from .transports.base import Transport
@@ -89,7 +89,7 @@ class ControlChannel:
             try:
                 return work(group, agreement)
             except Exception:
-                hang_up(group)
+                close_connections(group)
                 raise
 
         return whole
@@ -156,7 +156,7 @@ class Reconnection:
         """Begin after the connections broke."""
         if not self.under_way:
             self.under_way, self.tries, self._said = True, 0, ""
-            self._groups.hang_up()
+            self._groups.close_connections()
 
     def at_boundary(self, boundary: int) -> Link | None:
         """Return what holds from here on, at the same boundary since attach on all ranks, or None: nothing yet."""
@@ -204,7 +204,7 @@ class Reconnection:
             else:
                 try:
                     made = self._groups.make_again(self._attempt, seconds)
-                    undo.callback(self._groups.give_back, *made)
+                    undo.callback(self._groups.release, *made)
                     transport = self._make_transport(made[1], seconds)
                     undo.callback(transport.close)
                     self._probe(Phase.CONNECTED, self._attempt)

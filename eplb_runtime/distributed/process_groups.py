@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.text import one_line
-from .consensus import arrive, hang_up, missing_at, wait_on_host
+from .consensus import arrive, close_connections, missing_at, wait_on_host
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -68,7 +68,7 @@ class ProcessGroups:
         ranks: what the host said of this rank.
         stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
         device: where the model is.
-        timeout_seconds: for control and migration, from `settle` on; the others keep the host's default.
+        timeout_seconds: for control and migration, from `finalize` on; the others keep the host's default.
         only_control: make ``control`` alone, for ranks that compare what they have and exchange nothing.
 
     Attributes:
@@ -77,7 +77,7 @@ class ProcessGroups:
             again with ``control``.
         store: the launcher's, under a name that no other balancer has.
         timeout_seconds: as given.
-        setup_seconds: for each step until `settle`, making these groups among them.
+        setup_seconds: for each step until `finalize`, making these groups among them.
 
     Raises:
         GroupError: the ranks contradict each other, or one cannot go on; on all of them.
@@ -132,7 +132,7 @@ class ProcessGroups:
             arrive(store, "failed", self._members, rank, said)
             for group in self._made:  # others wait for this rank
                 if group.name() == "gloo":
-                    hang_up(group)
+                    close_connections(group)
             if own or store.wait("failed/problem", ACCOUNT_SECONDS):
                 return "" if own else store.word_of("failed/problem")
             lost = missing_at(store, "failed", self._members)
@@ -140,7 +140,7 @@ class ProcessGroups:
             return ""
         return f"rank {lost} was lost at attach: it has died, or does not answer" if lost else ""
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""
         for group in (self.control, self.migration):
             _give_time(group, self.timeout_seconds)
@@ -154,26 +154,26 @@ class ProcessGroups:
             made.append(self._new([self.job.ranks], f"control {attempt}", "gloo", seconds))
             made.append(self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds))
         except BaseException:
-            self.give_back(*made)
+            self.release(*made)
             raise
         for group in made:
             _give_time(group, self.timeout_seconds)
         return made
 
     def take_over(self, made: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-        """Use these groups from now on. Returns those before them, for `give_back`."""
+        """Use these groups from now on. Returns those before them, for `release`."""
         before = [self.control, self.migration]
         self.control, self.migration = made
         return before
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
-        hang_up(self.control)
-        hang_up(self.migration)
+        close_connections(self.control)
+        close_connections(self.migration)
 
     # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
-    data: dist.ProcessGroup = _of("data_sets", "data")
+    data: dist.ProcessGroup = _of("dp_groups", "data")
     """Ranks that hold the same stages: gradients outside the experts."""
     everyone: dist.ProcessGroup = _of("job_sets", "everyone", like="data")
     """All ranks of the job: norms over stages, agreement on a gradient's overflow."""
@@ -206,14 +206,14 @@ class ProcessGroups:
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
         """Return a gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective."""
-        each = ranks_per_node * self.job.row_division
+        each = ranks_per_node * self.job.dp_shard_degree
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "node", "gloo")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def go_with(self, models: Sequence[nn.Module]) -> None:
-        """Note when the last of these models is gone, for `give_back_dropped`: a closed model still computes with some
+        """Note when the last of these models is gone, for `release_dropped`: a closed model still computes with some
         groups. Nothing ends where the collector runs, which is on any thread and in the middle of anything.
         """
         here = [True for _ in models]
@@ -229,12 +229,12 @@ class ProcessGroups:
     def close_balancing(self) -> None:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
         gloo go with the last who holds a group: the others have let go of theirs."""
-        self.give_back(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
+        self.release(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
         self.store.close()
 
     def close(self) -> None:
         """Give back all of them."""
-        self.give_back(*self._made)
+        self.release(*self._made)
         self.close_balancing()
 
     # -- making and giving back ----------------------------------------------------------------------------------------
@@ -259,11 +259,11 @@ class ProcessGroups:
             work = dist.all_reduce(token, group=group, async_op=True)
             wait_on_host(work, group, making.total_seconds(), on_device=backend != "gloo")
         except BaseException:
-            self.give_back(group)
+            self.release(group)
             raise
         return group
 
-    def give_back(self, *groups: dist.ProcessGroup) -> None:
+    def release(self, *groups: dist.ProcessGroup) -> None:
         """End these groups, and let go of them."""
         for name in [name for name, held in vars(self).items() if any(held is group for group in groups)]:
             delattr(self, name)
@@ -282,7 +282,7 @@ _dropped: list[ProcessGroups] = []
 """Those whose models are gone."""
 
 
-def give_back_dropped() -> None:
+def release_dropped() -> None:
     """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
     launched: to end a communicator is each rank's own act, and one that another rank uses would fail there."""
     while _dropped:

@@ -120,7 +120,7 @@ class Job:
         return len(self.edp_ranks) if self.divided_state else 1
 
     @property
-    def row_division(self) -> int:
+    def dp_shard_degree(self) -> int:
         """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
         return self.divided_rows or 1
 
@@ -146,7 +146,7 @@ class Job:
     """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
     twin_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 1, 0).reshape(-1, len(grid_HDR)))
     """Ranks of an EDP set that have the same part of its homes: several where there are replicas of the model."""
-    data_sets = _sets(lambda grid_HDR: np.sort(grid_HDR.reshape(1, -1)))
+    dp_groups = _sets(lambda grid_HDR: np.sort(grid_HDR.reshape(1, -1)))
     """Ranks that hold the same stages, ascending."""
     _whole_rows = _sets(lambda grid_HDR: grid_HDR.transpose(0, 2, 1).reshape(len(grid_HDR), -1))
     _whole_stages = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(1, -1))
@@ -169,7 +169,7 @@ class Job:
     """The EP group of this rank."""
     edp_ranks = _with_this("edp_sets")
     """Ranks that hold the same experts as this one, in the order of the EP groups."""
-    data_ranks = _with_this("data_sets")
+    data_ranks = _with_this("dp_groups")
     """Ranks that hold the same stages as this one, ascending."""
     row_ranks, row_rank = _with_this("row_sets"), _place_in("row_ranks")
     migration_ranks, migration_rank = _with_this("migration_sets"), _place_in("migration_ranks")
@@ -211,9 +211,9 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     stages_of_set = tuple(tuple(said[ep_set[0]].stages) for ep_set in sets)
     job = Job(everyone, dist.get_rank(), sets, stages_of_set, layers, divisor, *divided)
     holders = len(job.ep_sets_of(job.stages))
-    if holders % job.row_division:
+    if holders % job.dp_shard_degree:
         raise GroupError(
-            f"rows of experts are divided over {job.row_division} ranks, and {holders} hold the same ones: give a "
+            f"rows of experts are divided over {job.dp_shard_degree} ranks, and {holders} hold the same ones: give a "
             "number that divides those"
         )
     return job if divisor else replace(job, gradient_divisor=len(job.data_ranks))

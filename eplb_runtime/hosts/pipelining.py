@@ -261,7 +261,7 @@ def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:
 
     @wraps(weights)
     def backward_weight_one_chunk(*args: Any, **kwargs: Any) -> None:
-        with replicas.handed_over():
+        with replicas.manual_accumulation():
             weights(*args, **kwargs)
 
     @wraps(reduce)

@@ -28,7 +28,7 @@ from ..events import RebalanceCommitted
 from ..moe.experts.registry import ExpertTensors, RecordFormat
 from ..placement import EMPTY, HomeRows, Placement
 from ..utils.spans import phase
-from .exchange import Exchange, Records, RoundExecutor, agree_on_records, formats_of
+from .exchange import Records, RoundExecutor, RoundState, agree_on_records, formats_of
 from .schedule import Round, TransferSchedule, make_schedule
 
 logger = logging.getLogger("eplb_runtime")
@@ -64,7 +64,7 @@ class PostedRound:
     migration: PreparedMigration
     round_: Round
     deadline: float
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: RoundState = field(default_factory=RoundState)
     problem: str = ""
     timed_out: bool = False
     after: Placement | None = None
@@ -356,7 +356,7 @@ class MigrationEngine:
             record_format = posted.migration.records.formats.get(layer)
             if record_format is not None:
                 self.executor.commit(posted.exchange, layer, record_format)
-                self._registry.leave_gradients(layer)
+                self._registry.mark_gradients_stale(layer)
 
     def finish(self, posted: PostedRound) -> None:
         """Make everything else follow the placement after a round; all its layers are committed."""

@@ -141,7 +141,7 @@ def packed_bytes(runs: Sequence[Segment]) -> int:
     return sum(run.end - run.first for run in runs if not run.direct)
 
 
-class Shipment(NamedTuple):
+class RankTransfer(NamedTuple):
     """What of a transfer goes from one rank to another: the whole record, or a piece; with the live memory of it at
     this rank's end."""
 
@@ -152,7 +152,7 @@ class Shipment(NamedTuple):
     arrives: Record | None
 
 
-class Staged(NamedTuple):
+class StagedTransfer(NamedTuple):
     """A record from another rank, or a piece of one, staged until the commit.
 
     Args:
@@ -169,7 +169,7 @@ class Staged(NamedTuple):
 
 
 @dataclass
-class Exchange:
+class RoundState:
     """A round in flight, on this rank.
 
     Args:
@@ -180,9 +180,9 @@ class Exchange:
         sent_checksums: checksums that each rank computed before it sent its experts.
     """
 
-    staged: list[Staged] = field(default_factory=list)
+    staged: list[StagedTransfer] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
-    copied: list[Staged] = field(default_factory=list)
+    copied: list[StagedTransfer] = field(default_factory=list)
     pending: Pending | None = None
     sent_checksums: dict[int, Tensor] = field(default_factory=dict)
 
@@ -299,7 +299,7 @@ class RoundExecutor:
         self._departures.restart()
 
     @torch.no_grad()
-    def post(self, round_: Round, records: Records, exchange: Exchange) -> None:
+    def post(self, round_: Round, records: Records, exchange: RoundState) -> None:
         """Begin to exchange the experts of a round. If it fails here nothing more is posted until `reconnect`: others
         wait for the rest of it, and messages of a later round would arrive in its place."""
         if not self._posts_whole:
@@ -319,7 +319,7 @@ class RoundExecutor:
         exchange.pending = self._transport.post(sends, receives)
         self._posts_whole = True
 
-    def difference(self, exchange: Exchange) -> str:
+    def difference(self, exchange: RoundState) -> str:
         """Hash what has arrived; name the first expert whose checksum changed on the way, "" for none. Only here the
         host waits for flags."""
         if not exchange.staged:
@@ -336,7 +336,7 @@ class RoundExecutor:
         )
 
     @torch.no_grad()
-    def commit(self, exchange: Exchange, layer: int, record_format: RecordFormat) -> None:
+    def commit(self, exchange: RoundState, layer: int, record_format: RecordFormat) -> None:
         """Copy a layer's staged records into its live slots, in place. Allocates nothing."""
         within = [
             (self._home_rows.row_of(t.source_slot), self._home_rows.row_of(t.destination_slot))
@@ -354,14 +354,14 @@ class RoundExecutor:
         found: NDArray[np.bool_] = (self._home_rows.rank_of(slots) == self._ep_rank).any(axis=1)
         return found
 
-    def _own(self, round_: Round, records: Records) -> Iterator[Shipment]:
+    def _own(self, round_: Round, records: Records) -> Iterator[RankTransfer]:
         """What this rank sends, receives, or moves within itself, in the order of the schedule."""
         for row in round_.transfers[self._concerns(round_.transfers[:, 2:])].tolist():
             transfer = Transfer(*row)
             if transfer.layer in records.formats:
                 yield from self._shipments(transfer, records.formats[transfer.layer])
 
-    def _shipments(self, transfer: Transfer, record_format: RecordFormat) -> Iterator[Shipment]:
+    def _shipments(self, transfer: Transfer, record_format: RecordFormat) -> Iterator[RankTransfer]:
         """What of a transfer concerns this rank: all of it, or pieces from and to several of those that hold the same
         experts."""
         slots, rows = (transfer.source_slot, transfer.destination_slot), self._home_rows
@@ -376,9 +376,9 @@ class RoundExecutor:
                 for end, rank in zip(ends, (source, destination), strict=True)
             )
             if any(record is not None and record.shards for record in (leaves, arrives)):
-                yield Shipment(transfer, source, destination, leaves, arrives)
+                yield RankTransfer(transfer, source, destination, leaves, arrives)
 
-    def _expect(self, own: Sequence[Shipment], records: Records, exchange: Exchange) -> list[Message]:
+    def _expect(self, own: Sequence[RankTransfer], records: Records, exchange: RoundState) -> list[Message]:
         """Return messages of experts that arrive here, and of their checksums. Notes moves within the rank, and reads
         pieces of them."""
         receives: list[Message] = []
@@ -391,11 +391,11 @@ class RoundExecutor:
             record = self._arrivals.take(target.nbytes)
             if leaves is not None:  # others may be about to write over it
                 leaves.pack(record)
-                exchange.copied.append(Staged(transfer, source, record, target))
+                exchange.copied.append(StagedTransfer(transfer, source, record, target))
                 continue
             messages = [record[run.first : run.end] for run in segments_of(target, self.device)]
             receives += [Message(source, part) for part in messages]
-            exchange.staged.append(Staged(transfer, source, record, target, messages))
+            exchange.staged.append(StagedTransfer(transfer, source, record, target, messages))
         for peer, experts in Counter(s.source for s in exchange.staged).items():
             exchange.sent_checksums[peer] = torch.empty(experts * CHECKSUM_BYTES, dtype=torch.uint8, device=self.device)
         return receives + [Message(peer, sums) for peer, sums in exchange.sent_checksums.items()]

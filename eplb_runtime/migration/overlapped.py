@@ -163,14 +163,14 @@ class Overlapped:
     def _report(self, progress: MigrationProgress, has_ended: bool) -> MigrationProgress:
         pause, self._pause = self._pause, 0.0
         if has_ended:
-            self.leave()
+            self.abandon()
             on_the_thread: Future[Any] | None = self._transferring or self._prepared
             if on_the_thread is not None:
                 wait([on_the_thread], self._timeout + A_LITTLE_SECONDS)
             self._forget()
         return replace(progress, pause_seconds=pause)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Stop the thread's wait for training."""
         self._gate.set()
 

@@ -26,11 +26,11 @@ class Kernels:
     """Functions that a kernel or plain torch computes. ``count_and_map``: None: the counter, then the table."""
 
     count: Callable[[Tensor, int], slots.Counted] = slots.count_choices
-    deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = slots.deal_out
+    deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = slots.assign_slots
     leaving: Callable[..., permute.Leaving] = permute.leaving
     arriving: Callable[..., permute.Arriving] = permute.arriving
     sum_choices: Callable[..., Tensor] = permute.sum_choices
-    sum_here: Callable[..., Tensor] = permute.sum_here
+    sum_local_choices: Callable[..., Tensor] = permute.sum_local_choices
     count_and_map: Callable[..., Tensor] | None = None
 
 
@@ -47,11 +47,11 @@ def kernels_for(device: torch.device) -> Kernels:
 
     return Kernels(
         CheckedKernel("counting choices", kernels.count_by_blocks, slots.count_choices),
-        CheckedKernel("dealing choices out to replicas", kernels.deal_by_kernels, slots.deal_out),
+        CheckedKernel("dealing choices out to replicas", kernels.deal_by_kernels, slots.assign_slots),
         CheckedKernel("the order of choices by slot", kernels.leaving, permute.leaving, _of_leaving),
         CheckedKernel("the order of rows that arrive", kernels.arriving, permute.arriving),
         CheckedKernel("sums of a token's choices", kernels.sum_choices, permute.sum_choices),
-        CheckedKernel("sums of the choices that are here", kernels.sum_here, permute.sum_here),
+        CheckedKernel("sums of the choices that are here", kernels.sum_local_choices, permute.sum_local_choices),
         CheckedKernel("counting and looking up", kernels.count_and_map, count_and_map),
     )
 

@@ -54,7 +54,7 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
 
 
 def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin_BE: Tensor | None = None) -> Tensor:
-    """As `slots.deal_out`; by one kernel more than by `count_by_blocks`, whose blocks may be given."""
+    """As `slots.assign_slots`; by one kernel more than by `count_by_blocks`, whose blocks may be given."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     if begin_BE is None:
         begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])[1]
@@ -157,12 +157,12 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
     return _sum_into(out_TD, rows_ND, place_TK, weights_TK, here=False)
 
 
-def sum_here(
+def sum_local_choices(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """By one kernel; by plain torch what is wider than float32."""
     if _product(rows_MD, weights_M) == torch.float64:
-        return permute.sum_here(rows_MD, place_UK, weights_M, dtype)
+        return permute.sum_local_choices(rows_MD, place_UK, weights_M, dtype)
     out_UD = torch.empty(place_UK.shape[0], rows_MD.shape[1], dtype=dtype, device=rows_MD.device)
     return _sum_into(out_UD, rows_MD, place_UK, weights_M, here=True)
 

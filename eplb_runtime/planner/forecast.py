@@ -23,7 +23,7 @@ class ExpectedLoad(NamedTuple):
     scenarios: Load  # [W, L, E], loads that may come, equally likely
     mixes: Load  # [V, L, E], more of these, to judge a plan by that the scenarios led
     moves_on_L: NDArray[np.bool_]  # layers whose load moves on from window to window, so that they need the blend
-    wanders_L: NDArray[np.bool_]  # those that are sure of it by themselves
+    nonstationary_L: NDArray[np.bool_]  # those that are sure of it by themselves
 
     @property
     def windows(self) -> Load:
@@ -52,18 +52,18 @@ def foretell(load: Load, ranks: int = 8, *, stays: bool = False) -> ExpectedLoad
     share_TLE, counted_TL1 = shares(load), load.any(axis=2, keepdims=True)
     mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
     share_TLE = np.where(counted_TL1, share_TLE, mean_LE)
-    deviation_NLE, moves_L, wanders_L = _deviations(share_TLE), *np.zeros((2, len(mean_LE)), dtype=bool)
+    deviation_NLE, moves_L, nonstationary_L = _deviations(share_TLE), *np.zeros((2, len(mean_LE)), dtype=bool)
     if len(load) >= PARAMETERS.least_windows and load.shape[2] > 1 and not stays:
         after = np.arange(max(len(load) - PARAMETERS.judged, 2), len(load) + 1)
         made_FCLE, came_CLE = _forecasts(share_TLE, after), share_TLE[after[:-1]]
-        moves_L, wanders_L = _which_move_on(share_TLE, made_FCLE[:, :-1], came_CLE)
+        moves_L, nonstationary_L = _which_move_on(share_TLE, made_FCLE[:, :-1], came_CLE)
         if moves_L.any():
             blend_CLE = _blended(made_FCLE[:, :, moves_L], came_CLE[:, moves_L], ranks)
             newest = np.arange(-len(deviation_NLE), 0) % len(came_CLE)
             mean_LE[moves_L] = blend_CLE[-1]
             deviation_NLE[:, moves_L] = (came_CLE[:, moves_L] - blend_CLE[:-1])[newest]
     expected, scenarios, mixes = _scenarios(mean_LE, deviation_NLE, load.mean(axis=0).sum(axis=1, keepdims=True))
-    return ExpectedLoad(expected, scenarios, mixes, moves_L, wanders_L)
+    return ExpectedLoad(expected, scenarios, mixes, moves_L, nonstationary_L)
 
 
 def shares(load: Load) -> Load:

@@ -59,7 +59,7 @@ class ReplicaBank:
         replica_slots: k, rows for replicas (zeros until they are refreshed).
         zeros: makes memory for replicas, unless ``rows`` has it.
         gradients: memory for gradients of replicas, shared by the banks of one `ReplicaSync`. None: inference.
-        num_shards: D, number of ranks over which each rank's homes are divided (`distributed.ranks.Job.row_division`):
+        num_shards: D, ranks over which each rank's homes are divided (`distributed.ranks.Job.dp_shard_degree`):
             ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
     """
 

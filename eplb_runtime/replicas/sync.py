@@ -214,7 +214,7 @@ class ReplicaSync:
         return any(bank.holds_gradients() for bank in self._banks.values())
 
     @contextmanager
-    def handed_over(self) -> Iterator[None]:
+    def manual_accumulation(self) -> Iterator[None]:
         """Inside, backward passes are ``torch.autograd.grad`` of a caller that adds all that it is given to ``.grad``
         by itself, as the weights' half of a split backward does. Copies' gradients follow when it ends."""
         self._handed_over = True

@@ -188,18 +188,18 @@ def untrained(run: Run) -> Iterator[str]:
 def shares(single: Run) -> Iterator[str]:
     """Say whose gradient the loop multiplies by a number of ranks, and those of experts not, where it gets averages in
     each of two steps: what clips these alone has a factor of each step's own."""
-    before: dict[str, float] = {}
+    before, ranks = dict[str, float](), int(single.meta["ranks"])
+    numbers = [one for n in range(2, ranks + 1) if ranks % n == 0 for one in (n, 1 / n)]
     for step in map(single.step, range(1, single.length + 1)):
         factors: dict[Key, float] = {}
         for (name, expert), cell in step.cells.items():
-            seen, given_S = step.cells.get((name.removesuffix("given") + "grad", expert)), cell.sums[0, 1:]
+            seen, given_S = step.cells.get((name.removesuffix("given") + "grad", expert)), cell.sums[:, 1:].sum(axis=0)
             if cell.kind == "given" and seen is not None and given_S.any():
-                factors[name, expert] = float(given_S @ seen.sums[0, 1:] / (given_S @ given_S))
+                factors[name, expert] = float(given_S @ seen.sums[:, 1:].sum(axis=0) / (given_S @ given_S))
         usual = float(np.median([factor for (_, expert), factor in factors.items() if expert >= 0] or [0.0]))
         ratios = {name: one / usual for (name, expert), one in factors.items() if expert < 0 and usual and one}
         for name in ratios.keys() & before.keys():
-            larger = [max(one, 1 / one) for one in (before[name], ratios[name])]
-            if round(larger[0]) > 1 and all(abs(one / round(larger[0]) - 1) < EXACT for one in larger):
+            if any(all(abs(one / n - 1) < EXACT for one in (before[name], ratios[name])) for n in numbers):
                 yield SHARES.format(name.removesuffix("/given"), ratios[name])
         before = ratios
 

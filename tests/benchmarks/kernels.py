@@ -13,7 +13,7 @@ import torch
 from eplb_runtime.moe import kernel_selection, kernels
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
-from eplb_runtime.moe.routing.slots import count_choices, deal_out
+from eplb_runtime.moe.routing.slots import assign_slots, count_choices
 from eplb_runtime.moe.routing.water_filling import SplitTables
 from eplb_runtime.planner import plan
 from eplb_runtime.tools.bench import timed
@@ -123,7 +123,7 @@ def _of_copies(ids_TK: torch.Tensor, experts: int, ranks: int, copy_ids: Callabl
     yield _Kernel(
         "deal choices out to copies",
         partial(kernels.deal_by_kernels, ids_TK, sent_EC, copy_slot_EC, blocks),
-        partial(deal_out, ids_TK, sent_EC, copy_slot_EC, None),
+        partial(assign_slots, ids_TK, sent_EC, copy_slot_EC, None),
         copy_ids,
     )
 

@@ -154,10 +154,7 @@ def start_or_restore_apart(rank: int) -> list[str]:
     narrow = eplb.Placement.initial(2, EXPERTS, 4 if rank == 3 else 2)
     right = {"step": 8, "placement": other.to_json()}
     states: list[dict[str, Any]] = [{**right, "placement": mine.to_json()}, {**right, "step": 8 + rank}]
-    states += [
-        {**right, "placement": narrow.to_json()},
-        {"placement": other.to_json()} if rank == 1 else right,
-    ]
+    states += [{**right, "placement": narrow.to_json()}, {"placement": other.to_json()} if rank == 1 else right]
     said += [said_by(lambda state=state: balancer.load_state_dict(state)) for state in states]
     assert balancer.placement.digest() == start.digest()
 

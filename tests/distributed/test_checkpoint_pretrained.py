@@ -123,16 +123,23 @@ def refusals(rank: int, folder: Path) -> None:
         "has no model.safetensors and no model.safetensors.index.json": lambda: load(model, folder),
         "lacks model.norm.weight (1 such weights)": lambda: load(model, folder / "missing"),
         "has more than 8 experts in model.layers.0.mlp.experts": lambda: load(model, folder / "more"),
+        "lacks model.layers.1.mlp.experts.gate_up_proj (1 such weights)": lambda: load(model, folder / "a part"),
+        "gate_up_proj is quantised": lambda: load(model, folder / "quantised"),
+        "do not fit together: they have shapes [[32, 32], [32, 1]]": lambda: load(model, folder / "narrow"),
     }
     assert_refused(cases)
 
 
 def test_what_cannot_be_made_or_read_gets_one_line(tmp_path: Path) -> None:
-    whole = make_model("olmoe", experts=EXPERTS)
-    whole.save_pretrained(tmp_path / "missing")
-    weights = load_file(tmp_path / "missing" / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, tmp_path / "missing" / "model.safetensors")
+    make_model("olmoe", experts=EXPERTS).save_pretrained(tmp_path / "whole")
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    up = [name for name in weights if name.endswith("up_proj.weight")]
+    changes: dict[str, dict[str, Any]] = {"missing": {"model.norm.weight": None}, "a part": {up[-1]: None}}
+    changes["quantised"] = {name: weights[name].to(torch.float8_e4m3fn) for name in up}
+    changes["narrow"] = {name: weights[name][:, :1].clone() for name in up}
+    for name, new in changes.items():
+        (tmp_path / name).mkdir()
+        save_file({k: v for k, v in (weights | new).items() if v is not None}, tmp_path / name / "model.safetensors")
     make_model("olmoe", experts=EXPERTS * 2).save_pretrained(tmp_path / "more")
     run_ranks(2, refusals, tmp_path)
 
@@ -158,10 +165,8 @@ def swapped(current: eplb.Placement) -> eplb.Placement:
 
 
 def saved(state: State) -> State:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    torch.save(state, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 COPIES: dict[str, Callable[[nn.Module], State]] = {
@@ -238,9 +243,7 @@ def of_another_rank(rank: int) -> list[str]:
     model, optimizer, balancer = attached()
     states: list[Any] = [None] * RANKS
     dist.all_gather_object(states, {key: value.clone() for key, value in model.state_dict().items()})
-    said = [
-        loaded(lambda state=state: model.load_state_dict(state)) for state in (states[(rank + 1) % RANKS], states[0])
-    ]
+    said = [loaded(lambda one=one: model.load_state_dict(one)) for one in (states[(rank + 1) % RANKS], states[0])]
     training.step(model, optimizer, batch_of(rank, 0))
     shared = [optimizer.state_dict()]
     dist.broadcast_object_list(shared)

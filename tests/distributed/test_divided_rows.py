@@ -29,7 +29,7 @@ import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.attach import attach_stages
-from eplb_runtime.hosts.attaching.description import HostModel, MoELayer, Spread, Stage, mark_spread
+from eplb_runtime.hosts.attaching.description import HostModel, MoELayer, ShardingMark, Stage, mark_spread
 from eplb_runtime.moe.experts.compute import SlotCounts
 
 pytestmark = pytest.mark.long
@@ -106,7 +106,7 @@ def divided(model: Model, mesh: DeviceMesh, everyone: DeviceMesh) -> None:
 
 
 def described(name: str, experts: Experts, ep_ranks: tuple[int, ...]) -> MoELayer:
-    mark_spread(experts, Spread(EXPERTS // len(ep_ranks), "", ep_ranks))
+    mark_spread(experts, ShardingMark(EXPERTS // len(ep_ranks), "", ep_ranks))
     names = tuple(own for own, _ in experts.named_parameters())
 
     def standing() -> list[Tensor]:

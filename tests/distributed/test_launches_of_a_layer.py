@@ -65,7 +65,7 @@ def _interpreted(launched: Counter[str]) -> eplb.moe.kernel_selection.Kernels:  
             launch(executor, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = counted
-    moved = kernels.leaving, kernels.arriving, kernels.sum_choices, kernels.sum_here
+    moved = kernels.leaving, kernels.arriving, kernels.sum_choices, kernels.sum_local_choices
     return Kernels(kernels.count_by_blocks, kernels.deal_by_kernels, *moved, kernels.count_and_map)
 
 

@@ -180,21 +180,11 @@ ROWS: dict[str, Row] = {
     "tokens over the capacity dropped": Row({"moe_expert_capacity_factor": 1.0, **FULL, **PLAIN, **TOP_3}, CPU),
     "overlapped shared experts": Row({**SHARED, "moe_shared_expert_overlap": True, **TOP_3}, STREAMS),
     "flex, deepep": Row(
-        {
-            "moe_token_dispatcher_type": "flex",
-            "moe_flex_dispatcher_backend": "deepep",
-            "moe_router_dtype": "fp32",
-        },
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep", "moe_router_dtype": "fp32"},
         (*STREAMS, "flex"),
     ),
     "all-gather, three experts a token": Row(
-        {
-            "moe_token_dispatcher_type": "allgather",
-            "bf16": False,
-            **PLAIN,
-            **TOP_3,
-            "stepped": {"optimizer": "sgd"},
-        },
+        {"moe_token_dispatcher_type": "allgather", "bf16": False, **PLAIN, **TOP_3, "stepped": {"optimizer": "sgd"}},
         CPU,
         kinds=frozenset({"weight", "param", "momentum_buffer"}),
         close=1e-4,  # it adds up by slot

@@ -20,7 +20,7 @@ from eplb_runtime.distributed.store import JobStore
 from eplb_runtime.distributed.transports.base import TransportError
 from eplb_runtime.distributed.transports.torch_p2p import TorchPointToPoint
 from eplb_runtime.migration.engine import MigrationBroken, MigrationEngine, MigrationProgress, Phase
-from eplb_runtime.migration.exchange import Exchange, Records, RoundExecutor
+from eplb_runtime.migration.exchange import Records, RoundExecutor, RoundState
 from eplb_runtime.migration.schedule import Round, make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.routing.slots import SlotTable
@@ -170,7 +170,7 @@ def test_a_rank_that_has_posted_a_part_of_a_round_posts_no_other() -> None:
     executor = RoundExecutor(transport, START.home_rows(), 0, CPU, 0)
     for error in (MemoryError, TransportError):
         with pytest.raises(error):
-            executor.post(nothing, Records({}, (), ()), Exchange())
+            executor.post(nothing, Records({}, (), ()), RoundState())
     assert transport.post.call_count == 1
 
 

@@ -82,7 +82,7 @@ def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     job.until(RebalanceCommitted)
 
     said["never paused"] = not balancer.events.of_type(BalancingPaused)
-    with at(job, 0, Phase.STAGED, lambda staged: balancer.runtime.groups.hang_up()):
+    with at(job, 0, Phase.STAGED, lambda staged: balancer.runtime.groups.close_connections()):
         said["lost"] = bool(job.until(BalancingPaused).cause)
     job.until(BalancingResumed, most=2000)
     job.until(RebalanceCommitted)

@@ -20,7 +20,7 @@ from eplb_runtime.load.series import read_series
 from eplb_runtime.observe.events_file import Record, read_events
 from eplb_runtime.observe.metrics import summary_of
 from eplb_runtime.observe.run_state import state_of_run
-from eplb_runtime.observe.start import Shown
+from eplb_runtime.observe.start import Observers
 from eplb_runtime.placement import EMPTY
 
 EXPERTS, RANKS, STEPS, INTERVAL = 8, 2, 12, 3
@@ -57,7 +57,7 @@ def observed(rank: int, run: str, replica_slots: int = 0) -> dict[str, Any]:
     }
 
 
-def looked_at(shown: Shown) -> dict[str, object]:
+def looked_at(shown: Observers) -> dict[str, object]:
     """What rank 0's server gives when all has been heard."""
     shown._events._threads[0].submit(lambda: None).result(60)
     with urlopen(f"{shown.server.url}state", timeout=60) as answer:

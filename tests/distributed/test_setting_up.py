@@ -133,13 +133,13 @@ def groups_of_balancing() -> list[str]:
 
 def let_go_of(rank: int) -> list[str]:
     """Of four models, each other one after a close. What is said, and lines for what is held."""
-    ended, give_back = list[str](), ProcessGroups.give_back
+    ended, release = list[str](), ProcessGroups.release
 
     def noted(groups: ProcessGroups, *of: Any) -> None:
         ended.append(inspect.stack()[1].function)
-        give_back(groups, *of)
+        release(groups, *of)
 
-    ProcessGroups.give_back = noted  # type: ignore[method-assign]
+    ProcessGroups.release = noted  # type: ignore[method-assign]
     with heard() as said:
         for number in range(4):
             model, optimizer, balancer = trained(rank)

@@ -132,13 +132,7 @@ def run(kind: str, folder: Path, policy: str) -> dict[str, Any]:
 
 
 def everything(rank: int, folder: Path) -> dict[str, Any]:
-    return {
-        kind: [
-            run(kind, folder, "static"),
-            run(kind, folder, "incremental"),
-        ]
-        for kind in ("sft", "grpo")
-    }
+    return {kind: [run(kind, folder, "static"), run(kind, folder, "incremental")] for kind in ("sft", "grpo")}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from eplb_runtime.hosts.attaching import trial
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.replicas.sync import ReplicaSync
-from eplb_runtime.tools.verification import Report
+from eplb_runtime.tools.verification import Report, Run, shares
 
 KEPT: dict[str, torch.Tensor] = {}
 
@@ -171,6 +172,14 @@ def test_what_shows_nothing_is_unknown(reports: dict[str, Report]) -> None:
     report = reports["a snapshot"]
     assert report.verdict == "unknown" and report.moved["equal"], "nobody has registered it"
     assert {one["holder"].split(":")[0] for one in report.unregistered} == {"rank 0", "rank 1"}
+
+
+def test_gradients_that_are_no_numbers_have_no_factor(tmp_path: Path) -> None:
+    kinds = {"a/given": "given", "a/grad": "gradient"}
+    rows = [(name, kinds[name], expert, 1, 0, [np.nan] * 17) for name in kinds for expert in (-1, 0)]
+    for step in range(3):
+        (tmp_path / f"step-{step:05d}.jsonl").write_text(f"[[0]]\n{json.dumps(rows)}")
+    assert [*shares(Run(tmp_path, {"ranks": 2}))] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)

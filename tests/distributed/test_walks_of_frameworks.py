@@ -49,7 +49,7 @@ def model_of_two_ranks() -> tuple[Any, eplb.Balancer]:
     return model, balancer
 
 
-def go_to(balancer: eplb.Balancer, by: int) -> None:
+def migrate_at(balancer: eplb.Balancer, by: int) -> None:
     layers = balancer.placement.num_layers
     order = np.stack([np.roll(np.arange(EXPERTS), by + layer) for layer in range(layers)])
     placement = eplb.Placement(order, EXPERTS, RANKS, np.argsort(order, axis=1))
@@ -206,7 +206,7 @@ def write(walker: ByNames, way: str) -> None:
 def stale(balancer: eplb.Balancer, model: Any) -> None:
     """Experts move while a walk is under way."""
     (walked,) = walks.modules_in_logical_order(balancer, [model])
-    go_to(balancer, 5)
+    migrate_at(balancer, 5)
     list(walked.named_parameters())
 
 
@@ -226,12 +226,12 @@ def everything(rank: int) -> dict[str, Any]:
     model, balancer = model_of_two_ranks()
     walkers = {name: walker(model) for name, walker in WALKERS.items()}
     found: dict[str, Any] = {name: {"at launch": walker.export()} for name, walker in walkers.items()}
-    go_to(balancer, 3)
+    migrate_at(balancer, 3)
     for name, walker in walkers.items():
         found[name]["without"] = walker.export()
         walker.follow(balancer)
         found[name]["with"] = walker.export()
-    go_to(balancer, 2)
+    migrate_at(balancer, 2)
     for name, walker in walkers.items():
         found[name]["moved on"] = walker.export()
     names, tasks, gathering = walkers["ByNames"], walkers["ByTasks"], walkers["ByGathering"]

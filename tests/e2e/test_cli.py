@@ -151,11 +151,7 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, refus
     ],
 )
 def test_names_and_places_are_looked_at_before_a_load_is_read(
-    load_file: Path,
-    command: list[str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Callable[..., str],
+    load_file: Path, command: list[str], says: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(loads, "read_record", lambda *_: pytest.fail("the load was read before this was noticed"))
     monkeypatch.chdir(load_file.parent)

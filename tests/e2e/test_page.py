@@ -20,7 +20,7 @@ from eplb_runtime.load.clock import Progress
 from eplb_runtime.observe.events_file import NAME, LineFile, record_of
 from eplb_runtime.observe.page import report_of
 from eplb_runtime.observe.run_state import state_of_run
-from eplb_runtime.observe.start import Shown
+from eplb_runtime.observe.start import Observers
 
 PHONE = {"width": 360, "height": 740}
 
@@ -31,7 +31,7 @@ class ShownJob:
     def __init__(self) -> None:
         self.step = 0
         config = BalancerConfig(interval=5, replica_slots=1, listen=0)
-        self.shown = Shown(config, TOPOLOGY, start(), RANKS, lambda: Progress(self.step, 0.25, 0.0))
+        self.shown = Observers(config, TOPOLOGY, start(), RANKS, lambda: Progress(self.step, 0.25, 0.0))
         assert self.shown.server is not None
         self.url = self.shown.server.url
         self._coming = decisions(rounds=5)
@@ -207,9 +207,9 @@ def needs(program: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-def shown() -> Iterator[Shown]:
+def shown() -> Iterator[Observers]:
     config = BalancerConfig(interval=5, replica_slots=1, listen="127.0.0.1:0", listen_token=TOKEN)
-    made = Shown(config, TOPOLOGY, start(), RANKS, lambda: Progress(25, 0.25, 1.0))
+    made = Observers(config, TOPOLOGY, start(), RANKS, lambda: Progress(25, 0.25, 1.0))
     for record in records(5)[1:]:
         made.state.apply(record)
     yield made
@@ -217,7 +217,7 @@ def shown() -> Iterator[Shown]:
 
 
 @pytest.fixture
-def prometheus(shown: Shown, tmp_path: Path) -> Iterator[str]:
+def prometheus(shown: Observers, tmp_path: Path) -> Iterator[str]:
     """Its address. It scrapes the job by the rules and the token of ours."""
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     assert shown.server is not None
@@ -236,7 +236,7 @@ def rules() -> str:
     return (MONITORING / "alerts.yaml").read_text()
 
 
-def test_dashboard_and_rules_name_metrics_that_exist(shown: Shown) -> None:
+def test_dashboard_and_rules_name_metrics_that_exist(shown: Observers) -> None:
     known = {metric.name + ("_total" if metric.kind == "counter" else "") for metric in shown.metrics()}
     named = set(re.findall(r"\beplb_(?!runtime)\w+", " ".join(expressions()) + rules()))
     assert named <= known and len(named) > 12
@@ -254,7 +254,7 @@ def test_rules_alert_when_they_should() -> None:
 
 @needs("prometheus")
 @pytest.mark.slow
-def test_a_real_prometheus_scrapes_all_that_the_dashboard_shows(prometheus: str, shown: Shown) -> None:
+def test_a_real_prometheus_scrapes_all_that_the_dashboard_shows(prometheus: str, shown: Observers) -> None:
     wait_until(lambda: ask(prometheus, "count_over_time(eplb_steps[5m]) > 2"), MONITORING / "alerts.yaml")
     empty = [
         expression for expression in expressions() if not ask(prometheus, expression.replace("[1m]) > 0", "[1m])"))

@@ -151,7 +151,7 @@ FAULTS: Mapping[str, Callable[[Faults, Draw, Any], None]] = {
     "dropped bytes": lambda faults, *_: faults.lose_what_is_sent(),
     "corrupt bytes": _corrupt,
     "slow": lambda faults, draw, _: time.sleep(faults.timeout_seconds * (0.1 + 0.8 * draw.amount)),
-    "cut": lambda faults, *_: faults.groups.hang_up(),
+    "cut": lambda faults, *_: faults.groups.close_connections(),
 }
 """By the names in the result. "stop" is of the whole process, "stand still" of the thread that comes to the point, both
 longer than the timeout; "slow" is shorter; "cut" ends the connections."""

@@ -188,7 +188,7 @@ class Soak:
             if self._steps_until(lambda: not any(map(self._faults.waits_for, drawn)), seconds):
                 return
             if any(draw.is_on(self._rank) for draw in drawn):
-                self._faults.groups.hang_up()
+                self._faults.groups.close_connections()
             self._faults.hurry()
 
     def _outlive(self) -> str:

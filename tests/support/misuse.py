@@ -164,6 +164,14 @@ def summed_by_the_loop(loop: Loop) -> None:
     reduced_by_the_loop(loop, 1.0)
 
 
+def summed_as_made(loop: Loop) -> None:
+    """the same in hooks, as backward passes make them"""
+    summed_by_the_loop(loop)
+    loop.before_step = nothing
+    for parameter in loop.dense():
+        parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad))
+
+
 def weighed_by_rank(loop: Loop) -> None:
     """a loop weighs ranks where it averages the gradients that the balancer leaves to it; experts' are not weighed"""
     reduced_by_the_loop(loop, (0.9, 0.1)[loop.rank])
@@ -257,22 +265,32 @@ def compute_by_index(loop: Loop) -> None:
 
 
 def averaged_by_the_loop(loop: Loop) -> None:
-    """The loop averages the gradients that the balancer leaves to it."""
+    """The loop averages the gradients that the balancer leaves to it; a part of a bias has none but rounding."""
+    bias = loop.model.bias = nn.Parameter(torch.zeros(2))
+    loop.model.head.register_forward_hook(lambda *given: given[2] * (1 + bias[0]) + bias[1])
+    loop.backward = lambda loss: (64 * loss).backward()
     reduced_by_the_loop(loop, 1 / dist.get_world_size())
+
+
+def clip_each(loop: Loop) -> None:
+    for parameter in loop.experts():
+        norms = parameter.grad.flatten(1).norm(dim=1)
+        parameter.grad.mul_((1e-3 / (norms + 1e-6)).clamp(max=1).view(-1, *[1] * (parameter.ndim - 1)))
 
 
 def each_expert_clipped(loop: Loop) -> None:
     """Each expert is clipped by its own norm, with a penalty on each by itself, and replicas."""
     loop.settings["replica_slots"] = 1
     loop.penalty = lambda: 0.01 * sum(p.square().sum() for p in loop.model.parameters())
+    loop.before_step = lambda step: (loop.balancer.reduce_gradients(), clip_each(loop))
 
-    def clip(step: int) -> None:
-        loop.balancer.reduce_gradients()
-        for parameter in loop.experts():
-            norms = parameter.grad.flatten(1).norm(dim=1)
-            parameter.grad.mul_((1e-3 / (norms + 1e-6)).clamp(max=1).view(-1, *[1] * (parameter.ndim - 1)))
 
-    loop.before_step = clip
+def two_losses(loop: Loop) -> None:
+    """Two forwards, then a backward pass of each, and each expert is clipped by its own norm."""
+    loss = loop.loss
+    loop.loss = lambda step: (loss(step), loss(step + STEPS))
+    loop.backward = lambda losses: [one.backward() for one in losses]
+    loop.before_step = lambda step: clip_each(loop)
 
 
 def compute(loop: Loop) -> None:
@@ -281,10 +299,10 @@ def compute(loop: Loop) -> None:
 
 
 WRONG = (
-    *(clip_what_attach_has_replaced, penalty_that_couples, summed_by_the_loop, weighed_by_rank, state_in_closure),
-    *(writes_nothing, ema_in_generator, ema_as_vector, lookahead, compute_by_index),
+    *(clip_what_attach_has_replaced, penalty_that_couples, summed_by_the_loop, summed_as_made, weighed_by_rank),
+    *(state_in_closure, writes_nothing, ema_in_generator, ema_as_vector, lookahead, compute_by_index),
 )
-RIGHT = (averaged_by_the_loop, each_expert_clipped, compute)
+RIGHT = (averaged_by_the_loop, each_expert_clipped, two_losses, compute)
 CASES = {case.__name__: case for case in (*WRONG, *RIGHT)}
 
 

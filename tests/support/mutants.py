@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     ),
     "groups are kept": (
         "test_attach.py::test_cycles_of_attach_and_close",
-        nothing("distributed.process_groups:ProcessGroups.give_back"),
+        nothing("distributed.process_groups:ProcessGroups.release"),
     ),
     "a read on the host": (
         "test_launches_of_a_layer.py::test_a_layer_takes",

@@ -43,7 +43,7 @@ def run_cases(rank: int, name: str, backend: str, device_of: Callable[[int], tor
             said[case.__name__] = f"rank {rank}:\n{traceback.format_exc()}"
         dist.barrier()
         transport.close()
-        give_back(group)
+        release(group)
     return said
 
 
@@ -63,7 +63,7 @@ def group_of_all(rank: int, backend: str, name: str) -> dist.ProcessGroup:
     return make_group(store, name, ranks, rank, backend, timeout, "a test's")
 
 
-def give_back(group: dist.ProcessGroup) -> None:
+def release(group: dist.ProcessGroup) -> None:
     if group.name() != "nccl":
         dist.destroy_process_group(group)
         return

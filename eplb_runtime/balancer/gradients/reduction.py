@@ -115,7 +115,7 @@ class Gradients(LoopHooks):
         """Note that a backward pass, or a replica, is about to add to the gradient of an expert parameter."""
         self._new = True
         if self._registry.has_left_behind:
-            self._registry.refuse_left_behind(parameter)
+            self._registry.check_no_stale_gradients(parameter)
         if self._of_experts is not None:
             self._of_experts.arrives(parameter)
 
@@ -125,7 +125,7 @@ class Gradients(LoopHooks):
     def reduce(self) -> None:
         """Reduce all gradients for the optimizer; without new ones nothing happens. Collective."""
         if self._registry.has_left_behind:
-            self._registry.refuse_left_behind()
+            self._registry.check_no_stale_gradients()
         if self._replicas is not None:  # replicas may have gradients that no home shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
@@ -205,8 +205,8 @@ class Gradients(LoopHooks):
         self._loop.end_broken_off()
         job, num_experts = self._groups.job, self._runtime.placement.num_experts
         # The logical expert of each row here; of divided rows [L, E/(R D)].
-        rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.row_division, -1))
-        rows_LH = rows_LH[:, job.row_rank % job.row_division]
+        rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.dp_shard_degree, -1))
+        rows_LH = rows_LH[:, job.row_rank % job.dp_shard_degree]
         return powers_of_experts(gradients, rows_LH, num_experts, self._groups, slices, norm_type)
 
 

@@ -30,7 +30,7 @@ from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Divisors, ModelCheck, Runtime
 from ...checkpoint.stream import Exporter, weights_of
 from ...config import BalancerConfig, launcher_environment, take_trial
-from ...distributed.process_groups import ProcessGroups, give_back_dropped, host_timeout
+from ...distributed.process_groups import ProcessGroups, host_timeout, release_dropped
 from ...distributed.ranks import Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports import measure
@@ -49,7 +49,7 @@ from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
 from ...observe.recording import Recorder
-from ...observe.start import Shown
+from ...observe.start import Observers
 from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
 from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
@@ -60,10 +60,10 @@ from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
 from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
-from .description import AnyOptimizer, AttachError, MoELayer, Request, Spread, Stage, mark_spread, spread_of
+from .description import AnyOptimizer, AttachError, MoELayer, Request, ShardingMark, Stage, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
-from .sharding import Before, cut_rows, install_parameter, make_buffers, make_parameters
+from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
 from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
 from .trial import TrialRun, layout_of
 
@@ -102,7 +102,7 @@ def attach_stages(
         links = undo.enter_context(ExitStack())
         checked = check_all(request, links)
         steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
-        undo.callback(Before([stage.model for stage in stages], steppers).restore)
+        undo.callback(ModelSnapshot([stage.model for stage in stages], steppers).restore)
         # Nothing in here waits for other ranks.
         runtime = _on_all_or_none(lambda: build_runtime(checked, shard(checked)), groups)
         checked.copies.open()
@@ -116,7 +116,7 @@ def attach_stages(
         of_bits = _notes(checked, balancer)
         # The last exchange: a rank that fails any later is one that the others do not learn of.
         _on_all_or_none(lambda: _record(checked, balancer), groups)
-    groups.settle()
+    groups.finalize()
     checked.transport.wait_at_most(config.timeout_seconds)
     if groups.job.is_planner:
         _log_attached(balancer)
@@ -165,11 +165,11 @@ def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: t
         placement = check(asked)
         for problem in filter(None, (test.problem for test in try_together(asked))):
             logger.warning("%s", problem)
-        undo.callback(Before([stage.model], []).restore)
+        undo.callback(ModelSnapshot([stage.model], []).restore)
         for layer, rows in zip(host.layers, _rows_of_rank(placement, groups.job.ep_rank), strict=True):
             for name in layer.parameters:
                 layer.put(name, cut_rows(layer, name, rows, device, single))
-            mark_spread(layer.experts, Spread(len(rows), placement.digest(), groups.job.ep_ranks))
+            mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), groups.job.ep_ranks))
     groups.close()
 
 
@@ -191,7 +191,7 @@ def check_all(request: Request, links: ExitStack) -> Checked:
     """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
     or none. ``links`` ends what was made."""
     config, groups, device = request.config, request.groups, request.device
-    give_back_dropped()
+    release_dropped()
     seconds, job = groups.setup_seconds, groups.job
     transport = new_transport(config, groups.migration, groups.backend, device, seconds)
     links.callback(transport.close)
@@ -220,8 +220,8 @@ def shard(made: Checked) -> Shards:
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
-    slots, parts, homes_per_rank = config.replica_slots, job.row_division, placement.num_experts // len(job.row_ranks)
-    registry = ExpertTensors(placement.num_layers, homes_per_rank, made.optimizers)
+    slots, parts = config.replica_slots, job.dp_shard_degree
+    registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
     shards, rows_LH = Shards(registry), _rows_of_rank(placement, job.ep_rank)
     gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
     for index, name, layer in made.layers:
@@ -315,11 +315,11 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     if not config.replica_slots:
         return Maps(table, None, None)
     divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
-    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.row_division, channels)
+    replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
     settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
-        rows = [local(p)[0].nbytes // job.row_division for bank in shards.banks.values() for p in bank.parameters]
+        rows = [local(p)[0].nbytes // job.dp_shard_degree for bank in shards.banks.values() for p in bank.parameters]
         size = config.replica_slots * sum(rows) / 2**20
         logger.info("replica slots: %d per rank and layer, %.3g MiB of weights on a rank", config.replica_slots, size)
     return Maps(table, splitter, replicas)
@@ -390,7 +390,7 @@ def _record(made: Checked, balancer: Balancer) -> None:
         balancer.rebalancer.decisions.record_with(write)
         balancer.close_with(recorder.close)
     progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
-    balancer.show_on(Shown(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
+    balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
 def _rows_of_rank(placement: Placement, rank: int) -> Tensor:
@@ -485,7 +485,7 @@ def _transport_of_copies(
         host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
         memory = NodeMemory(node, device, host_seconds)
         memory.connect(time.monotonic() + groups.setup_seconds)
-        size = topology.ranks_per_node * groups.job.row_division
+        size = topology.ranks_per_node * groups.job.dp_shard_degree
         return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
 
     what = "copies_by='copy_engine': "

@@ -78,7 +78,7 @@ def check(asked: Request) -> Placement:
             raise AttachError(problem or f"rank {rank}: {refused}")
     for number, (what, _, hint, over_all) in enumerate(facts):
         of_ranks = {rank: of_rank[number] for rank, (_, of_rank, _) in said.items() if of_rank[number] is not None}
-        for together in [job.ranks] if over_all else job.data_sets:
+        for together in [job.ranks] if over_all else job.dp_groups:
             having = [rank for rank in together if rank in of_ranks]
             if odd := deviating(of_ranks, having):
                 raise AttachError(f"{has_another(odd, what, having[0])}: {hint}")
@@ -228,10 +228,10 @@ def _of_sharding(asked: Request) -> Iterator[str]:
             "fully_shard (ignored_params), or set replica_slots=0"
         )
     for name, parameter in sliced if slots else ():
-        if job.divided_rows and parameter.shape[1] % job.row_division:
+        if job.divided_rows and parameter.shape[1] % job.dp_shard_degree:
             yield (
-                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.row_division} slices along "
-                "dimension 1; set replica_slots=0"
+                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.dp_shard_degree} slices "
+                "along dimension 1; set replica_slots=0"
             )
         if type(local(parameter)) is not Tensor:
             yield (

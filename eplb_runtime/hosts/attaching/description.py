@@ -274,7 +274,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardingMark:
     """What ``shard_experts`` has cut: E/R, the placement's digest (empty: logical order), and the EP ranks."""
 
     rows: int
@@ -282,12 +282,12 @@ class Spread:
     ep_ranks: tuple[int, ...]
 
 
-def spread_of(experts: nn.Module) -> Spread | None:
+def spread_of(experts: nn.Module) -> ShardingMark | None:
     """What ``shard_experts`` has left on an experts module; None: its experts are whole."""
     return experts.__dict__.get("_eplb_runtime_spread")
 
 
-def mark_spread(experts: nn.Module, spread: Spread) -> None:
+def mark_spread(experts: nn.Module, spread: ShardingMark) -> None:
     experts.__dict__["_eplb_runtime_spread"] = spread
 
 

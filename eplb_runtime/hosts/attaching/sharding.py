@@ -100,7 +100,7 @@ def _meta_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # -- as it was before --------------------------------------------------------------------------------------------------
 
 
-class Before:
+class ModelSnapshot:
     """What attaching changes of models and optimizers. It keeps full experts alive until it is dropped."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -47,8 +47,9 @@ _CHUNK = 1 << 22
 """Elements that are read at once."""
 _BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
-_NO_CLIPPING = 1e6
-"""Norms that are given to `clip_grad_norm_` to learn of the norm alone."""
+_NO_CLIPPING, _NOISE = 1e6, 8
+"""Norms that are given to `clip_grad_norm_` to learn of the norm alone; rounding errors of a tensor's mean element that
+are no gradient (of an attention key's bias), and whole steps to Adam."""
 KINDS = ("given", "gradient", "buffer", "optimizer_state", "range", "number", "parameter")
 """Kinds of tensors on record, causes first. ``given``: a gradient ahead of what a loop does to it; ``range`` and
 ``number``: state of which ranks have parts."""
@@ -146,13 +147,19 @@ class TrialRun(LoopHooks):
         balancer.guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         self._is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
-        hooks = ExitStack()
-        hooks.enter_context(_wrapped(torch.autograd, "_engine_run_backward", self._run_backward))
-        hooks.enter_context(_wrapped(torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip_more))
+        self._hooks = hooks = ExitStack()
+        for owner, name, wrapper in (
+            (torch.autograd, "_engine_run_backward", self._run_backward),
+            (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", self._clip_more),
+        ):
+            hooks.callback(setattr, owner, name, inner := getattr(owner, name))
+            setattr(owner, name, partial(wrapper, inner))
         hooks.callback(nn.modules.module.register_module_forward_pre_hook(self._before_forward).remove)
-        self._undo = hooks.close
+        for name, parameter in self._tensors.dense.items() if self._is_early else ():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                hooks.callback(parameter.register_hook(partial(self._arrives, name)).remove)
         balancer.loop.hooks.append(self)
-        balancer.closing.callback(self._undo)
+        balancer.closing.callback(hooks.close)
         self._write()
         if self._moves:
             self._spoil_replaced()
@@ -160,7 +167,7 @@ class TrialRun(LoopHooks):
     # -- what the hooks see ------------------------------------------------------------------------------------------
 
     def _run_backward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, and average the gradients that it has left here, if the model has run."""
+        """Run a backward pass, and average the gradients that it has left here, if the model has run in this step."""
         found = inner(*args, **kwargs)
         if kwargs.get("accumulate_grad") and self._has_run:
             self._average()
@@ -170,7 +177,6 @@ class TrialRun(LoopHooks):
     def _average(self) -> None:
         """Average gradients that a backward pass has left here, and put these on record: a loop that averages them, as
         it does where they are its ranks' own, leaves them as they are."""
-        self._has_run = False
         self._balancer.reduce_gradients()
         for parameter in self._tensors.dense.values() if not self._runtime.averages_dense else ():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -178,15 +184,21 @@ class TrialRun(LoopHooks):
                 dist.all_reduce(mean, group=self._runtime.groups.data)
                 if parameter.grad is not None or mean.any():  # another rank may have used what this one has not
                     parameter.grad = mean.div_(self._runtime.groups.data.size())
-        for name, _, *given in self._gradients():
-            self._put(name.removesuffix("grad") + "given", "given", *given)
+        for name, _, expert, row in self._gradients():
+            if expert >= 0 or isinstance(self._tensors.dense[name.removesuffix("/grad")], DTensor):
+                self._put(name.removesuffix("grad") + "given", "given", expert, row)
+
+    def _arrives(self, name: str, gradient: Tensor) -> None:
+        """Put on record what each backward pass here gives a parameter outside the experts."""
+        self._rows[f"{name}/given", len(self._rows)] = row_of(f"{name}/given", "given", -1, gradient)
 
     def _clip_more(self, inner: Callable[..., None], parameters: Any, most: float, norm: Tensor, *rest: Any) -> None:
-        """Let clipping bite in each step: to a tenth of the norm that the same parameters had at first, or to less."""
+        """Let clipping bite, to a tenth of the norm that the same parameters had at first, or less, by turns."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if 0 < value < math.inf and most < _NO_CLIPPING:
-            most = min(most, self._norms.setdefault(tuple(one.shape for one in parameters), value) / 10)
+            first = self._norms.setdefault(tuple(one.shape for one in parameters), value)
+            most = min(most, first / (10 + 7 * (self._step % 2)))
         inner(parameters, most, norm, *rest)
 
     def on_forward_begin(self, trains: bool) -> None:
@@ -200,17 +212,21 @@ class TrialRun(LoopHooks):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Put reduced gradients on record; with several optimizers those that the last of them sees."""
+        """Put reduced gradients on record; with several optimizers those that the last of them sees. What is rounding
+        alone becomes zero."""
         if self._step < self._trial.steps:
             for entry in self._gradients():
                 self._put(*entry)
+                if entry[2] < 0:  # no expert's
+                    size, rounding = entry[3].abs(), max(self._coarsest, torch.finfo(entry[3].dtype).eps)
+                    entry[3].masked_fill_(size < _NOISE * rounding * size.mean(), 0)
             self._counts = self._runtime.counter.counts.clone()
 
     @torch.no_grad()
     def on_step_end(self) -> None:
         if self._step >= self._trial.steps:
             return
-        self._step += 1
+        self._step, self._has_run = self._step + 1, False
         counts = self._write()
         if self._step == self._trial.steps:
             self._end()
@@ -226,8 +242,7 @@ class TrialRun(LoopHooks):
             digest = row_of(name, "number", -1, old).digest
             if self._of_old.get(name, digest) != digest:
                 self._balancer.guard.report(_WRITTEN.format(name))
-            with torch.no_grad():
-                old.add_(1)
+            old.data.add_(1)
             old.grad, self._of_old[name] = torch.ones_like(old), row_of(name, "number", -1, old).digest
         self._meta["replaced"] = list(replaced)
 
@@ -279,7 +294,7 @@ class TrialRun(LoopHooks):
 
     def _end(self) -> None:
         """Finish the record; the job does not go on to what comes after its loop."""
-        self._undo()
+        self._hooks.close()
         _keys.cache_clear()
         if self._moves:
             self._look_for_kept()
@@ -300,9 +315,9 @@ class TrialRun(LoopHooks):
         if self._tensors.host_steps:  # the framework's own, inside of what the balancer was given
             states = [state for o in gc.get_objects() if issubclass(type(o), Optimizer) for state in o.state.values()]
             owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        for old in self._runtime.model_check.replaced().values():  # the records tell who uses them
-            owned += [old] if old.grad is None else [old, old.grad]
-        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, owned)
+        replaced = self._runtime.model_check.replaced().values()  # the records tell who uses these
+        known = (*owned, *replaced, *(old.grad for old in replaced))
+        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, known)
         holders = [(holder, one.shape) for one in found if (holder := holder_of(one, found))]
         self._meta["unregistered"] = [
             {"holder": f"rank {rank}: {holder}", "shape": shape}
@@ -346,17 +361,3 @@ class TrialRun(LoopHooks):
         for name, parameter in self._tensors.dense.items():
             if parameter.grad is not None:
                 yield f"{name}/grad", "gradient", -1, local(parameter.grad)
-
-
-# -- hooks into torch --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _wrapped(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Have calls of a function go through ``wrapper``, which gets the function ahead of their arguments."""
-    inner = getattr(owner, name)
-    setattr(owner, name, partial(wrapper, inner))
-    try:
-        yield
-    finally:
-        setattr(owner, name, inner)

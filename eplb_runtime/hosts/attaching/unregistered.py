@@ -24,7 +24,7 @@ _DEPTH = 6
 """Containers between a tensor and what has a name."""
 
 
-def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor]) -> list[Tensor]:
+def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor | None]) -> list[Tensor]:
     """Return tensors with memory of their own that have the shape of this rank's experts, or, as vectors, as many
     elements as these or the modules that have them.
 
@@ -76,8 +76,7 @@ def holder_of(tensor: Tensor, ours: list[Tensor]) -> str:
     variables, level = {id(value): name for name, value in _variables()}, list[Any]([tensor])
     seen = {id(one) for one in (ours, level, *level)}
     for _ in range(_DEPTH):
-        names = [name for one in level if (name := _name_of(one, variables)) is not None]
-        if names:
+        if names := [name for one in level if (name := _name_of(one, variables)) is not None]:
             return max(names, key=bool)
         above = [one for one in gc.get_referrers(*level) if id(one) not in seen and type(one) is not FrameType]
         level = list({id(one): one for one in above}.values())

@@ -23,7 +23,7 @@ from ..attaching.description import (
     AttachError,
     HostModel,
     MoELayer,
-    Spread,
+    ShardingMark,
     WatchedLayer,
     WatchedModel,
     mark_spread,
@@ -206,7 +206,7 @@ def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
 def _describe_layer(name: str, module: Any) -> MoELayer:
     experts, count = module.experts, module.num_local_experts
     slots = _slots(f"{name}.experts", experts, count)
-    mark_spread(experts, Spread(count, "", tuple(dist.get_process_group_ranks(module.ep_group))))
+    mark_spread(experts, ShardingMark(count, "", tuple(dist.get_process_group_ranks(module.ep_group))))
     return MoELayer(
         name=f"{name}.experts",
         experts=experts,

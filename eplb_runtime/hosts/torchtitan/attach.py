@@ -28,7 +28,7 @@ from ...distributed.ranks import Ranks
 from .. import _all_can_attach, pipelining
 from ..attaching.attach import attach_stages
 from ..attaching.checks import device_of
-from ..attaching.description import NOT_RUN, AttachError, HostModel, Spread, Stage, mark_spread
+from ..attaching.description import NOT_RUN, AttachError, HostModel, ShardingMark, Stage, mark_spread
 from ..attaching.state_hooks import keep_logical_order
 from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import (
@@ -143,7 +143,7 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
     backend = str(settings.moe_comm_backend)
     layers = [describe(name, routed, backend) for name, routed in routed_experts(part)]
     for layer in layers:
-        mark_spread(layer.experts, Spread(layer.num_experts // len(ep_ranks), "", ep_ranks))
+        mark_spread(layer.experts, ShardingMark(layer.num_experts // len(ep_ranks), "", ep_ranks))
     # Batches are packed: every token is real.
     return HostModel(
         tuple(layers), saves_itself="torchtitan's own checkpointer (config.checkpoint)", dispatches=backend != STANDARD

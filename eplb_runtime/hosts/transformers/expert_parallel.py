@@ -23,7 +23,7 @@ from ...balancer.balancer import Balancer
 from ...distributed.ranks import Ranks
 from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
-from ..attaching.description import AttachError, HostModel, MoELayer, Spread, mark_spread, sums_of_gradients
+from ..attaching.description import AttachError, HostModel, MoELayer, ShardingMark, mark_spread, sums_of_gradients
 from ..attaching.expert_spans import call_begins, call_ends
 from ..attaching.state_hooks import keep_logical_order
 from ..module import StableSort
@@ -141,7 +141,7 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
             f"{name}.{odd[0]}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
         )
     found.real_tokens = real_tokens
-    mark_spread(experts, Spread(of_rank, "", ranks))
+    mark_spread(experts, ShardingMark(of_rank, "", ranks))
     layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, found.install)
     shards = of_rank // local(next(iter(parameters.values()))).shape[0]
     # The library divides an expert's gradient by the number of batches itself.

@@ -136,8 +136,8 @@ def _cut_by(
 
 
 def _keeps_places(name: str, one: Tensor, axis: int, stored: Stored, convert: Convert) -> bool:
-    """Return whether a conversion leaves each element where a cut leaves it, along one axis; tried with two experts."""
-    few = min(2, stored.experts) or 1
+    """Return whether a conversion leaves each element where a cut leaves it, along one axis; four experts are tried."""
+    few = min(4, stored.experts) or 1
     # Each element says of which expert it is and where, without memory for all of them.
     places = torch.arange(few * one.shape[axis], dtype=torch.int32)
     places = places.view(few, *[1] * axis, -1, *[1] * (one.ndim - axis - 1)).expand(few, *one.shape)
@@ -267,7 +267,7 @@ def opened(view: LogicalView, folder: Path) -> Saved:
     for entries in by_tensor.values():
         ways = [_as_stored(entry.name, listed.get(entry.name), folder) for entry in entries]
         ways += [Stored((entry.name,)) for entry in entries]
-        how = next((way for way in ways if all(("model", name) in files for name in way.names_of(0))), None)
+        how = next((way for way in ways if {("model", name) for name in way.names_of()} <= files.keys()), None)
         if how is None:
             missing.append(entries[0].name)
         elif how.experts and any(("model", name) in files for name in how.names_of(how.experts)):

@@ -328,7 +328,7 @@ class DeepEPDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         """Sum rows by slot for each received row, and send them to where their choices were made, with the gradient of
         each choice's weight; returns ``[N, D]`` and ``[N, W]``."""
-        sums_UD = self.kernels.sum_here(rows_MD, layout.place_UW, weights_M, WIRE_DTYPE)
+        sums_UD = self.kernels.sum_local_choices(rows_MD, layout.place_UW, weights_M, WIRE_DTYPE)
         grad_UW, width = None, rows_MD.shape[1]
         if grad_M is not None:  # each choice is on one rank, and zero from all others
             grad_UW = torch.zeros_like(layout.place_UW, dtype=torch.float32)

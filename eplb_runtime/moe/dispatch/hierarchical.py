@@ -27,7 +27,7 @@ from ..routing.water_filling import RowCounts
 from . import permute
 from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, RowRouting
 from .base import DispatchContext
-from .permute import begins, own_first
+from .permute import block_offsets, local_first_order
 
 Longs = NDArray[np.int64]
 
@@ -107,10 +107,10 @@ class Hierarchical(AllToAll):
     ) -> tuple[AllToAllSplits, Callable[[], Tensor]]:
         """Send tokens to nodes, and ahead of them int64 ``[F, G]``, 1 for a rank here that the token visits."""
         device, node = visits_TN.device, self._node
-        sent_2N = torch.from_numpy(np.stack([begins(tokens_2N[0], node), tokens_2N[0]])).to(device, non_blocking=True)
-        rows = int(tokens_2N[0].sum())
+        offsets_2N, rows = np.stack([block_offsets(tokens_2N[0], node), tokens_2N[0]]), int(tokens_2N[0].sum())
+        sent_2N = torch.from_numpy(offsets_2N).to(device, non_blocking=True)
         token_U, _ = permute.dedup_tokens(visits_TN, sent_2N[0], rows)
-        order_N = torch.from_numpy(own_first(self._nodes, node)).to(device, non_blocking=True)
+        order_N = torch.from_numpy(local_first_order(self._nodes, node)).to(device, non_blocking=True)
         node_U = torch.repeat_interleave(order_N, sent_2N[1][order_N], output_size=rows)
         sent_R, received_R = np.zeros((2, self._num_ranks), dtype=np.int64)
         sent_R[self._place :: self._on_node], received_R[self._place :: self._on_node] = tokens_2N
@@ -122,7 +122,7 @@ class Hierarchical(AllToAll):
     def _within(self, visited_FG: Tensor, visits_NGG: Longs) -> AllToAllSplits:
         """What has come to this rank to be forwarded, to the ranks of this node."""
         sent_G, received_G = visits_NGG[:, self._place].sum(axis=0), visits_NGG[:, :, self._place].sum(axis=0)
-        begin_G = torch.from_numpy(begins(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
+        begin_G = torch.from_numpy(block_offsets(sent_G, self._place)).to(visited_FG.device, non_blocking=True)
         row_U, _ = permute.dedup_tokens(visited_FG, begin_G, int(sent_G.sum()))
         sent_R, received_R = np.zeros((2, self._nodes, self._on_node), dtype=np.int64)
         sent_R[self._node], received_R[self._node] = sent_G, received_G
@@ -131,7 +131,7 @@ class Hierarchical(AllToAll):
     def _begin_of_sources(self, tokens_NG: Longs) -> Longs:
         """int64 ``[R]``: where each rank's tokens begin among those that visit this rank: by the rank of this node that
         has forwarded them, then by the node they are from; this one first in both."""
-        order = np.ix_(own_first(self._nodes, self._node), own_first(self._on_node, self._place))
+        order = np.ix_(local_first_order(self._nodes, self._node), local_first_order(self._on_node, self._place))
         begin_NG = np.empty_like(tokens_NG)
         begin_NG[order] = permute.group_begins(tokens_NG[order].T).T
         return begin_NG.reshape(-1)
@@ -143,12 +143,12 @@ class Hierarchical(AllToAll):
             return super()._sums_to_tokens(rows_MD, metadata, weights)
         assert metadata.across is not None
         across, (on_rank, on_node, over_nodes), dtype = metadata.across, metadata.sums, rows_MD.dtype
-        sum_here, back = self.kernels.sum_here, metadata.tokens.splits.reversed(None)
-        sums = self._to_ranks(sum_here(rows_MD, on_rank, weights, dtype), back)
+        sum_local_choices, back = self.kernels.sum_local_choices, metadata.tokens.splits.reversed(None)
+        sums = self._to_ranks(sum_local_choices(rows_MD, on_rank, weights, dtype), back)
 
         def wait() -> Tensor:
-            sums_of_nodes = self._to_ranks(sum_here(sums(), on_node, None, dtype), across.reversed(None))
-            return sum_here(sums_of_nodes(), over_nodes, None, dtype)
+            sums_of_nodes = self._to_ranks(sum_local_choices(sums(), on_node, None, dtype), across.reversed(None))
+            return sum_local_choices(sums_of_nodes(), over_nodes, None, dtype)
 
         return wait
 

@@ -135,7 +135,7 @@ def arriving(
     """Return where rows arrive, and where they are wanted, by the counts that each rank has sent here (``counts``: the
     same on the device) and `Leaving.source_row_N1` of all ranks, in arrival order."""
     counts_RS = counts_RW[:, :slots_per_rank]
-    order_R = own_first(len(counts_RS), first)
+    order_R = local_first_order(len(counts_RS), first)
     arriving_RS = counts_RS[order_R]
     arrives_RS, by_slot_SR = np.empty_like(counts_RS), group_begins(counts_RS.T)
     arrives_RS[order_R] = group_begins(arriving_RS)
@@ -143,7 +143,7 @@ def arriving(
     # Every group moves as a whole: one number says how far.
     groups = [shift_RS.T.ravel(), counts_RS.T.ravel(), -shift_RS[order_R].ravel(), arriving_RS.ravel()]
     if source_row_M1 is not None:
-        groups.append(np.tile(begins(counts_RW[:, slots_per_rank], first), slots_per_rank))
+        groups.append(np.tile(block_offsets(counts_RW[:, slots_per_rank], first), slots_per_rank))
     shift, length, shift_back, length_back, *begin = torch.from_numpy(np.stack(groups)).to(device, non_blocking=True)
     rows = int(counts_RS.sum())
     place_M = torch.arange(rows, device=device)
@@ -172,7 +172,7 @@ def _places_of_slots(first_slot: int, slots_per_rank: int, num_slots: int, devic
 @cache
 def _ahead(num_ranks: int, first: int, device: torch.device) -> Tensor:
     """int64 ``[R, R]``: 1 where the second rank's rows lie before the first's, if those of ``first`` lie before all."""
-    order_R = np.argsort(own_first(num_ranks, first))
+    order_R = np.argsort(local_first_order(num_ranks, first))
     return torch.from_numpy((order_R[None, :] < order_R[:, None]).astype(np.int64)).to(device)
 
 
@@ -187,22 +187,22 @@ def inverse(permutation_N: Tensor) -> Tensor:
     return torch.empty_like(permutation_N).index_copy_(0, permutation_N, places)
 
 
-def begins(rows_R: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+def block_offsets(rows_R: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     """int64 ``[R]``: where each rank's rows begin if those of ``first`` lie before all others."""
-    order_R, begin_R = own_first(len(rows_R), first), np.empty_like(rows_R)
+    order_R, begin_R = local_first_order(len(rows_R), first), np.empty_like(rows_R)
     begin_R[order_R] = group_begins(rows_R[order_R])
     return begin_R
 
 
-def own_first(num_ranks: int, first: int) -> NDArray[np.int64]:
+def local_first_order(num_ranks: int, first: int) -> NDArray[np.int64]:
     """int64 ``[R]``: ``first``, then the others in order."""
     return np.array([first, *(rank for rank in range(num_ranks) if rank != first)])
 
 
 def group_begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each group begins when they lie one after another."""
-    begins: NDArray[np.int64] = (np.cumsum(counts_AB) - counts_AB.ravel()).reshape(counts_AB.shape)
-    return begins
+    block_offsets: NDArray[np.int64] = (np.cumsum(counts_AB) - counts_AB.ravel()).reshape(counts_AB.shape)
+    return block_offsets
 
 
 def visits(slots_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
@@ -251,7 +251,7 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
     return total_TD
 
 
-def sum_here(
+def sum_local_choices(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the

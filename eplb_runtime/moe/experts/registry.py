@@ -213,9 +213,9 @@ class ExpertTensors:
                 )
         return ""
 
-    def leave_gradients(self, layer: int) -> None:
+    def mark_gradients_stale(self, layer: int) -> None:
         """A layer's experts have moved, without their gradients. Those are of experts that were there before: they may
-        be looked at and zeroed, but not used (`refuse_left_behind`). On every rank that has the layer."""
+        be looked at and zeroed, but not used (`check_no_stale_gradients`). On every rank that has the layer."""
         for entry in self._layers[layer]:
             for parameter in entry.memory if entry.kind == "parameter" else ():
                 if parameter.grad is not None:
@@ -226,7 +226,7 @@ class ExpertTensors:
         """Return whether experts have moved since the last step, and have left gradients behind."""
         return bool(self._left_behind)
 
-    def refuse_left_behind(self, parameter: Tensor | None = None) -> None:
+    def check_no_stale_gradients(self, parameter: Tensor | None = None) -> None:
         """Raise RuntimeError if experts have left this gradient (None: any) behind and it was not zeroed before use."""
         for one in list(self._left_behind) if parameter is None else [parameter]:
             name, left = self._left_behind.get(one, ("", None))

@@ -98,7 +98,7 @@ def count_choices(topk_ids_TK: Tensor, num_experts: int) -> Counted:
     return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, torch.ones_like(ids_N)), None
 
 
-def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
+def assign_slots(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
     """Return int64 ``[T, K]``, the slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go
     to its first copy, the next ``sent_EC[e, 1]`` to its second. ``begins`` is for kernels."""
     ids = topk_ids_TK.reshape(-1)
@@ -109,7 +109,7 @@ def deal_out(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins:
 
 class BatchSplitter:
     """Splits batches under one placement; `prepare` takes over the next one. ``count`` and ``deal`` are kernels with
-    the results of `count_choices` and `deal_out`."""
+    the results of `count_choices` and `assign_slots`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class BatchSplitter:
         settings: SplitSettings,
         *,
         count: Callable[[Tensor, int], Counted] = count_choices,
-        deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = deal_out,
+        deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = assign_slots,
     ) -> None:
         self._device, self._ep_rank, self._settings = device, ep_rank, settings
         self._count, self._deal = count, deal

@@ -41,7 +41,7 @@ def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) ->
     return np.where(free_LRK, np.where(filled_LRK == last, EMPTY, filled_LRK), kept_LRK).astype(np.int32)
 
 
-def settle(
+def resolve(
     request: PlanRequest, planned: NDArray[np.int32], current: Placement | None, *, keep_nodes: bool = False
 ) -> Placement:
     """The placement to propose for a plan of the free layout, near the current one and within the budget of moves.
@@ -98,8 +98,12 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
     holders_P = last_P - first_P
     within_N = np.arange(holders_P.sum()) - np.repeat(holders_P.cumsum() - holders_P, holders_P)
     holder_N = order[np.repeat(first_P, holders_P) + within_N] // slots
-    new_N = np.repeat(np.arange(new_RS.size) // slots, holders_P)
-    pair, shared = np.unique(new_N.astype(np.int64) * ranks + holder_N, return_counts=True)
+    return names_of(np.repeat(np.arange(new_RS.size) // slots, holders_P), holder_N, ranks)
+
+
+def names_of(new_N: NDArray[np.int64], holder_N: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+    """As `names`, for the new rank of each expert and who holds it now."""
+    pair, shared = np.unique(new_N * ranks + holder_N, return_counts=True)
     named, is_free = [-1] * ranks, [True] * ranks
     for new, holder in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
         if named[new] < 0 and is_free[holder]:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...placement import EMPTY, Placement
 from ..forecast import deal
 from ..types import PlanError
-from .align import align, settle
+from .align import align, resolve
 
 if TYPE_CHECKING:
     from ..types import PlanRequest
@@ -28,7 +28,7 @@ MOST = 1e30
 def deepseek(request: PlanRequest) -> Placement:
     """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
 
-    In the free layout only a budget of moves makes it look at the current placement: then layers take turns (`settle`).
+    In the free layout only a budget of moves makes it look at the current placement: layers take turns (`resolve`).
     In the home layout, without replicas, homes are dealt out near the current ones.
 
     Raises:
@@ -37,11 +37,11 @@ def deepseek(request: PlanRequest) -> Placement:
     topology, ranks, start = request.topology, request.topology.num_ranks, request.start
     if request.layout == "free":
         planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, ranks)
-        return settle(request, planned, request.current if request.is_limited else None)
+        return resolve(request, planned, request.current if request.is_limited else None)
     if (start.replicas_LRK != EMPTY).any():
         raise PlanError("policy 'deepseek' moves homes alone, and replicas stand: choose incremental")
     planned = deal(request.forecast, ranks)
-    near = settle(request, planned, Placement(start.homes_LRH.reshape(planned.shape), request.num_experts, ranks))
+    near = resolve(request, planned, Placement(start.homes_LRH.reshape(planned.shape), request.num_experts, ranks))
     return align(start, near.rank_of(near.logical_to_physical[:, :, 0]), start.replicas_LRK)
 
 

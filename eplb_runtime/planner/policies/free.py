@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...placement import Placement
 from ...utils.jit import jit
 from ..types import PlanError
-from .align import settle
+from .align import resolve
 from .deepseek import balance as balance_deepseek
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def free(request: PlanRequest) -> Placement:
     groups = request.groups if request.policy == "hierarchical" else 1
     ranks, nodes = request.topology.num_ranks, request.topology.num_nodes
     planned = balance(request.forecast, ranks, request.slots_per_rank, groups, nodes)
-    return settle(request, planned, request.current, keep_nodes=has_rule(groups, nodes))
+    return resolve(request, planned, request.current, keep_nodes=has_rule(groups, nodes))
 
 
 def has_rule(groups: int, num_nodes: int) -> bool:

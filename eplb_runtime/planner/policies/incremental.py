@@ -64,8 +64,7 @@ def _layers(request: PlanRequest) -> list[Layer]:
     """The question about each layer."""
     start, topology, experts = request.start, request.topology, request.num_experts
     ranks, homes, slots = topology.num_ranks, start.homes_per_rank, start.slots_per_rank
-    speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R
-    # in units of what each rank computes when all take equally long at speed 1
+    speed_R = np.ones(ranks) if request.speed_R is None else request.speed_R  # 1: loads are in units of its tokens
     load_LWE = np.ascontiguousarray((shares(request.to_come.windows) * speed_R.sum()).transpose(1, 0, 2))
     slot_LRS = np.concatenate([start.homes_LRH, start.replicas_LRK], axis=2).astype(np.int64)
     home_LE, prices_L2, rank_P = start.home_rank.astype(np.int64), _prices(request), np.arange(ranks * slots) // slots
@@ -90,12 +89,13 @@ def _prices(request: PlanRequest) -> FloatArray:
         is_proved = request.gate == "payoff" or not has_replicas
         price_L[:] = PARAMETERS.price_of_all if is_proved else PARAMETERS.price_unproved
         price_L[request.to_come.moves_on_L & has_replicas] = PARAMETERS.price_unproved
-        price_L[request.to_come.wanders_L] = PARAMETERS.price_wandering if has_replicas else PARAMETERS.least_price
+        wandering = PARAMETERS.price_wandering if has_replicas else PARAMETERS.least_price
+        price_L[request.to_come.nonstationary_L] = wandering
         price_L[unused_L & has_replicas] = PARAMETERS.first_price
-        share = shares(request.to_come.scenarios)  # the share of tokens that go to other experts than on average:
+        share = shares(request.to_come.scenarios)
+        # the share of tokens that go to other experts than on average
         deviation_L = 0.5 * np.abs(share - share.mean(axis=0)).sum(axis=2).mean(axis=0)
-        price_L *= np.minimum(deviation_L / PARAMETERS.deviation, 1.0)
-        price_L = np.maximum(price_L, PARAMETERS.least_price)
+        price_L = np.maximum(price_L * np.minimum(deviation_L / PARAMETERS.deviation, 1.0), PARAMETERS.least_price)
     prices_L2 = np.repeat(price_L[:, None] / request.num_slots, 2, axis=1)
     if request.seconds_per_imbalance is not None:
         bandwidth = topology.inter_node_bandwidth if topology.num_nodes > 1 else topology.intra_node_bandwidth
@@ -142,7 +142,7 @@ def _surely(request: PlanRequest, number: int, searched: tuple[Layer, _Solution]
         return gain, 0.0
     replica_RK = layer.now_P.reshape(-1, layer.per_rank)[:, layer.homes :]
     first = bool(replica_RK.size and (replica_RK == EMPTY).all())
-    if first or request.to_come.wanders_L[number]:  # little proof: first replicas, or scenarios are errors of forecasts
+    if first or request.to_come.nonstationary_L[number]:  # little proof: first replicas, or errors of forecasts
         return gain, 0.0 if alone else gain_W.std(ddof=1) / np.sqrt(len(gain_W)) / PARAMETERS.sure
     if request.to_come.moves_on_L[number]:
         return gain, _error_of(gain_W)

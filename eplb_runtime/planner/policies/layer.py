@@ -20,6 +20,8 @@ from ..parameters import PARAMETERS
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+SWEEPS = PARAMETERS.sweeps
+"""Compiled into what is below."""
 
 
 class Layer(NamedTuple):
@@ -55,24 +57,15 @@ def begun(layer: Layer, load_WE: FloatArray) -> Layer:
     )
 
 
-def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
-    """Put a placement into the layer; return what it is worth, the mean and in each scenario."""
-    layer.slot_P[:] = slot_P
-    split_evenly(layer)
-    fill_to_level(layer, PARAMETERS.sweeps)
-    peak_W = np.empty(len(layer.load_WE))
-    return judge(layer, peak_W), peak_W
-
-
 @jit(error_model="numpy")
-def split_evenly(layer: Layer) -> None:
-    """Find the slots of each expert, and split its tokens evenly over them."""
+def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
+    """Put a placement into the layer, with its split; return what it is worth, the mean and in each scenario."""
     ranks, scenarios = layer.load_RW.shape
     layer.count_E[:] = 0
     for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
         for rank in range(ranks):
             for slot in range(rank * layer.per_rank + first, rank * layer.per_rank + last):
-                expert = layer.slot_P[slot]
+                expert = layer.slot_P[slot] = slot_P[slot]
                 if expert == EMPTY:
                     continue
                 layer.copies_CE[layer.count_E[expert], expert] = slot
@@ -86,6 +79,9 @@ def split_evenly(layer: Layer) -> None:
                 share = layer.load_WE[scenario, expert] / layer.count_E[expert]
             layer.token_PW[slot, scenario] = share
             layer.load_RW[layer.rank_P[slot], scenario] += share
+    fill_to_level(layer, SWEEPS)
+    peak_W = np.empty(scenarios)
+    return judge(layer, peak_W), peak_W
 
 
 @jit

@@ -10,7 +10,7 @@ import numpy as np
 from ...placement import EMPTY
 from ...utils.jit import jit
 from ..parameters import PARAMETERS
-from .align import names
+from .align import names_of
 from .layer import FloatArray, IntArray, Layer
 
 
@@ -19,7 +19,7 @@ def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
     now_P, homes, per_rank, ranks = layer.now_P, layer.homes, layer.per_rank, layer.virtual_R.size
     replicas = per_rank - homes
     distance_K = ring_distances(ranks, replicas)
-    nowhere_EN = np.zeros_like(layer.source_EN)
+    nowhere_EN, rank_N = np.zeros_like(layer.source_EN), np.arange(layer.home_E.size) // homes
     dealt = [(0, False, slack, nowhere_EN) for slack in PARAMETERS.home_slacks]
     if replicas:
         hottest_N = sorted({0, ranks * replicas // 2, ranks * replicas})
@@ -31,9 +31,9 @@ def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
         slots_P = deal(layer, load_E, hottest, keep, slack, far_EN)
         add_rings(load_E, homes, per_rank, distance_K, slots_P)
         if slack < 0.0 and not keep:  # ranks are alike: named so that many homes stay
-            slot_RS = slots_P.reshape(ranks, per_rank).copy()
-            name_R = names(now_P.reshape(ranks, per_rank)[:, :homes], slot_RS[:, :homes])
-            slots_P.reshape(ranks, per_rank)[name_R] = slot_RS
+            slot_RS = slots_P.reshape(ranks, per_rank)
+            name_R = names_of(rank_N, layer.home_E[slot_RS[:, :homes].ravel()], ranks)
+            slots_P = slot_RS[name_R.argsort()].ravel()
         yield slots_P
     if replicas and (now_P.reshape(ranks, per_rank)[:, homes:] == EMPTY).any():
         slots_P = now_P.copy()

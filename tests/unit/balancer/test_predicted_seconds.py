@@ -146,7 +146,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: A
     bare._new_key = lambda _: goes_on.set()  # as late as can be
     bare._engine, bare._get_ready = SimpleNamespace(migrate=lambda *_: said.append("migrated")), None
     bare._take_over, bare._maps = lambda _: None, SimpleNamespace(replicas=None)
-    bare.move_to(INITIAL)
+    bare.migrate_to(INITIAL)
     assert said == ["decided", "migrated"] and bare._pending is pending
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import eplb_runtime
-from eplb_runtime.distributed.consensus import DECIDED, TABLE, Ballot, Heard, Phase, State, Verdict
+from eplb_runtime.distributed.consensus import DECIDED, TABLE, Ballot, Phase, State, Verdict, VoteEvent
 
 RANKS = 3
-Table = Mapping[tuple[State, Heard], tuple[State, bool]]
+Table = Mapping[tuple[State, VoteEvent], tuple[State, bool]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def steps(world: World, table: Table, *, follows_itself: bool = False) -> Iterat
         for proposed in rank.asks:
             record = proposed if world.record is None else world.record
             yield world.but(number, rank, record)  # and the answer is lost
-            yield world.but(number, heard(rank, Heard.COMMIT if record else Heard.ABORT, table), record)
+            yield world.but(number, heard(rank, VoteEvent.COMMIT if record else VoteEvent.ABORT, table), record)
             if follows_itself and rank.state is State.DOUBT:
                 yield world.but(number, replace(rank, state=State.COMMITTED if proposed else State.ABORTED))
 
@@ -69,21 +69,21 @@ def steps(world: World, table: Table, *, follows_itself: bool = False) -> Iterat
 def alone(rank: Rank, world: World, table: Table) -> Iterator[Rank]:
     """What a rank does, or hears of the others' votes."""
     if rank.state is State.OPEN:
-        yield replace(heard(rank, Heard.VOTE, table), said="yes")
+        yield replace(heard(rank, VoteEvent.VOTE, table), said="yes")
         for said in ("", "no"):  # one that cannot even say no hangs up
-            yield replace(heard(rank, Heard.REFUSE, table, proposes=False), said=said, counted=not said)
+            yield replace(heard(rank, VoteEvent.REFUSE, table, proposes=False), said=said, counted=not said)
     elif rank.state is State.DOUBT and False not in rank.asks:
-        yield heard(rank, Heard.REFUSE, table, proposes=False)
+        yield heard(rank, VoteEvent.REFUSE, table, proposes=False)
     if rank.said and not rank.counted:
         counted = replace(rank, counted=True)
-        yield heard(counted, Heard.LOST, table, proposes=False)
+        yield heard(counted, VoteEvent.LOST, table, proposes=False)
         if all(other.said == "yes" for other in world.ranks):
-            yield heard(counted, Heard.ALL_YES, table, proposes=True)
+            yield heard(counted, VoteEvent.ALL_YES, table, proposes=True)
         if any(other.said == "no" for other in world.ranks):
-            yield heard(counted, Heard.A_NO, table, proposes=False)
+            yield heard(counted, VoteEvent.A_NO, table, proposes=False)
 
 
-def heard(rank: Rank, what: Heard, table: Table, proposes: bool | None = None) -> Rank:
+def heard(rank: Rank, what: VoteEvent, table: Table, proposes: bool | None = None) -> Rank:
     state, records = table.get((rank.state, what), (rank.state, False))
     asks = rank.asks | {proposes} if records and proposes is not None else rank.asks
     return replace(rank, state=state, asks=asks)
@@ -139,8 +139,8 @@ def test_ranks_never_part_and_always_can_come_to_a_decision() -> None:
 
 OTHER_RULES: dict[str, tuple[Table, dict[str, bool]]] = {
     "who hears no answer follows itself": (TABLE, {"follows_itself": True}),
-    "who has said yes refuses alone": ({**TABLE, (State.DOUBT, Heard.REFUSE): (State.ABORTED, True)}, {}),
-    "who has counted all yes commits": ({**TABLE, (State.DOUBT, Heard.ALL_YES): (State.COMMITTED, True)}, {}),
+    "who has said yes refuses alone": ({**TABLE, (State.DOUBT, VoteEvent.REFUSE): (State.ABORTED, True)}, {}),
+    "who has counted all yes commits": ({**TABLE, (State.DOUBT, VoteEvent.ALL_YES): (State.COMMITTED, True)}, {}),
 }
 
 
@@ -153,23 +153,23 @@ def test_any_simpler_rule_parts_ranks(rule: str) -> None:
 def test_a_ballot_takes_the_steps_of_the_table() -> None:
     no = Verdict(False, "no memory")
     refused = Ballot("a")
-    assert refused.hear(Heard.REFUSE, no)
-    assert not refused.hear(Heard.VOTE, Verdict(True)), "its no stands"
+    assert refused.hear(VoteEvent.REFUSE, no)
+    assert not refused.hear(VoteEvent.VOTE, Verdict(True)), "its no stands"
     assert refused.refusal == "no memory" and refused.verdict is None, "another rank's words may stand"
-    refused.hear(Heard.ABORT, Verdict(False, "rank 1: odd bytes"))
+    refused.hear(VoteEvent.ABORT, Verdict(False, "rank 1: odd bytes"))
     assert refused.verdict == Verdict(False, "rank 1: odd bytes") and refused.wait(0.0)
 
     alone = Ballot("without a store")
-    alone.hear(Heard.REFUSE, no)
-    alone.hear(Heard.SILENCE, no)
+    alone.hear(VoteEvent.REFUSE, no)
+    alone.hear(VoteEvent.SILENCE, no)
     assert alone.verdict == Verdict(False, "no memory", connections_broken=True)
 
     voted = Ballot("b")
-    assert not voted.hear(Heard.VOTE, Verdict(True))
-    assert voted.hear(Heard.REFUSE, no)
+    assert not voted.hear(VoteEvent.VOTE, Verdict(True))
+    assert voted.hear(VoteEvent.REFUSE, no)
     assert voted.verdict is None and not voted.wait(0.0), "its yes may have been counted"
-    voted.hear(Heard.COMMIT, Verdict(True))
-    voted.hear(Heard.ABORT, no)
+    voted.hear(VoteEvent.COMMIT, Verdict(True))
+    voted.hear(VoteEvent.ABORT, no)
     assert voted.verdict == Verdict(True) and voted.state is State.COMMITTED
 
 

@@ -44,11 +44,11 @@ class Groups:
     def take_over(self, made: Any) -> list[Any]:
         return []
 
-    def give_back(self, *groups: Any) -> None:
+    def release(self, *groups: Any) -> None:
         for group in groups:
             self.held.remove(group)
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         self.hung_up += 1
 
 

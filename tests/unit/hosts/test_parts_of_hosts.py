@@ -19,6 +19,7 @@ from eplb_runtime.hosts.attaching.expert_spans import mark_calls
 from eplb_runtime.hosts.attaching.optimizers import follow_forwards
 from eplb_runtime.hosts.attaching.unregistered import _name_of, holder_of, unregistered
 from eplb_runtime.hosts.transformers.describe import _Padding
+from eplb_runtime.hosts.transformers.folders import _cut_by, _specs
 from eplb_runtime.load import counter as load_counter
 from eplb_runtime.load.clock import ExpertClock
 from eplb_runtime.moe.experts.registry import ExpertTensors
@@ -95,21 +96,12 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
     assert torch.equal(plain, marked)
     (step,) = clock.take()
     assert step.time() == (clock.now - before, seconds)
-    undo()
-    clock.begin_step()
-    gradient(block)
-    clock.end_step()
-    assert clock.take() == (), "undone"
-
-
-def test_evaluation_is_not_measured() -> None:
-    clock = FakeClock()
-    experts = Experts(clock).eval()
-    mark_calls(experts, "forward", clock)
-    clock.begin_step()
-    experts(torch.ones(2))
-    clock.end_step()
-    assert clock.take() == ()
+    for end in (block.eval, block.train, undo):
+        end()
+        clock.begin_step()
+        gradient(block)
+        clock.end_step()
+        assert bool(clock.take()) == (end == block.train), "evaluation is not measured, and nothing once it is undone"
 
 
 # -- What `eplb-runtime verify` looks for at the end of a run: tensors that may be experts, and who holds them
@@ -158,14 +150,10 @@ def test_a_module_is_named_but_for_those_of_frameworks() -> None:
 # -- A walk hands out copies of experts that are elsewhere, and notices what is written to them, however it is written
 
 
-def replaced(tensor: Tensor) -> None:
-    tensor.data = tensor.data + 1
-
-
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda tensor: tensor.add_(1),
     "through data": lambda tensor: tensor.data.add_(1),
-    "replaced": replaced,
+    "replaced": lambda tensor: setattr(tensor, "data", tensor.data + 1),
 }
 
 
@@ -191,6 +179,15 @@ def test_what_is_read_does_not_raise() -> None:
     assert walked(lambda tensor: tensor.sum(), is_elsewhere=True) == ["first", "second"]
     with torch.inference_mode():
         assert walked(lambda tensor: tensor.sum(), is_elsewhere=True) == ["first", "second"]
+
+
+def test_a_conversion_that_regroups_pairs_of_experts_is_no_cut() -> None:
+    def convert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        pairs = [*range(0, len(state["w"]), 2), *range(1, len(state["w"]), 2)]
+        return {f"{number}.w": state["w"][expert] for number, expert in enumerate(pairs)}
+
+    whole = torch.empty(6, 2, 3, device="meta")
+    assert _cut_by("w", whole, _specs(convert({"w": whole})), 6, convert, {}) is None
 
 
 # -- A process that works on another GPU than its model's: what that may not change, and what is refused

@@ -16,14 +16,7 @@ from support.placements import some_homes
 
 from eplb_runtime.distributed.consensus import Verdict
 from eplb_runtime.migration.engine import MigrationProgress, PreparedMigration
-from eplb_runtime.migration.exchange import (
-    DIRECT_BYTES,
-    Records,
-    RoundExecutor,
-    chains_of,
-    packed_bytes,
-    segments_of,
-)
+from eplb_runtime.migration.exchange import DIRECT_BYTES, Records, RoundExecutor, chains_of, packed_bytes, segments_of
 from eplb_runtime.migration.overlapped import LATE, Overlapped, next_rounds
 from eplb_runtime.migration.schedule import Round, TransferSchedule, cut_into_permutations, make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensor, Record, RecordFormat

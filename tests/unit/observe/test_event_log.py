@@ -24,7 +24,7 @@ from eplb_runtime.observe.events_file import NAME, LineFile, Record, holds_event
 from eplb_runtime.observe.metrics import scalars_of, summary_of, summary_text
 from eplb_runtime.observe.page import report_of, view_of
 from eplb_runtime.observe.run_state import state_of, state_of_run
-from eplb_runtime.observe.start import Shown
+from eplb_runtime.observe.start import Observers
 from eplb_runtime.utils.files import FileError
 
 
@@ -113,7 +113,7 @@ def test_of_two_jobs_in_one_folder_the_older_stops(tmp_path: Path) -> None:
 def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One that hangs costs events, one that fails is told of once, and the others get all."""
     monkeypatch.setattr(events, "MOST_WAITING", 4)
-    observer = Shown(CONFIG, TOPOLOGY, start(), RANKS, lambda: Progress(17, 0.25, 1.0))
+    observer = Observers(CONFIG, TOPOLOGY, start(), RANKS, lambda: Progress(17, 0.25, 1.0))
     log, go_on = EventLog(), threading.Event()
     got: list[Record] = []
 

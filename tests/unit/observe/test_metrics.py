@@ -42,7 +42,7 @@ from eplb_runtime.observe.events_file import Record
 from eplb_runtime.observe.metrics import metrics_of
 from eplb_runtime.observe.page import PageServer
 from eplb_runtime.observe.run_state import MOST_DECISIONS, MOST_POINTS, RunState, state_of
-from eplb_runtime.observe.start import Shown
+from eplb_runtime.observe.start import Observers
 from eplb_runtime.planner.evaluate import predicted_imbalance
 
 ROUNDS = 5
@@ -197,9 +197,9 @@ def test_prometheus_reads_back_what_stands() -> None:
 TOKEN = "abcdefgh-01234567"
 
 
-def shown(listen: int | str | None = 0, token: str | None = None, run: Path | None = None) -> tuple[Shown, EventLog]:
+def shown(listen: int | str | None = 0, token: str | None = None, run: Path | None = None) -> Any:
     config = BalancerConfig(interval=5, replica_slots=1, listen=listen, listen_token=token, run=run)
-    made, log = Shown(config, TOPOLOGY, start(), 4, lambda: Progress(17, 0.25, 1.0)), EventLog()
+    made, log = Observers(config, TOPOLOGY, start(), 4, lambda: Progress(17, 0.25, 1.0)), EventLog()
     made.follow(log)
     return made, log
 

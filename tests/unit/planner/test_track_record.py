@@ -183,7 +183,7 @@ def forecast(load: np.ndarray) -> np.ndarray:
 def test_on_steady_load_the_forecast_is_the_mean_of_all() -> None:
     load = noisy(MEAN, 60, 0)
     assert error(forecast(load), load.mean(axis=0)) < 1e-3
-    assert not foretell(load).wanders_L.any()
+    assert not foretell(load).nonstationary_L.any()
 
 
 def test_after_a_jump_the_forecast_forgets_what_was_before() -> None:

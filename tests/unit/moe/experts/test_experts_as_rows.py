@@ -146,9 +146,9 @@ def test_gradients_that_stay_may_not_be_used() -> None:
     for row in rows:
         row.grad = torch.ones_like(row)
     staying = registered(rows)
-    staying.leave_gradients(0)
+    staying.mark_gradients_stale(0)
     with pytest.raises(RuntimeError, match="the gradient of weight from before, which has not moved along"):
-        staying.refuse_left_behind(rows[1])
+        staying.check_no_stale_gradients(rows[1])
     assert [tensor.name for tensor in staying.of_home(0)] == ["weight"]
 
 

@@ -191,7 +191,7 @@ def left_behind() -> tuple[ExpertTensors, nn.Parameter]:
     parameter.grad = torch.ones(3, 2)
     registry = ExpertTensors(1, 3)
     registry.add(0, "w", parameter)
-    registry.leave_gradients(0)
+    registry.mark_gradients_stale(0)
     return registry, parameter
 
 
@@ -199,17 +199,17 @@ def test_gradients_left_behind_may_be_zeroed_but_not_used() -> None:
     registry, parameter = left_behind()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the gradient of w from before, which has not moved along"):
-            registry.refuse_left_behind()
+            registry.check_no_stale_gradients()
     parameter.grad.mul_(0.5)
     with pytest.raises(RuntimeError, match="has not moved along"):
-        registry.refuse_left_behind(parameter)
+        registry.check_no_stale_gradients(parameter)
     parameter.grad.zero_()
-    registry.refuse_left_behind(parameter)
+    registry.check_no_stale_gradients(parameter)
     parameter.grad.add_(1)
-    registry.refuse_left_behind(parameter)
+    registry.check_no_stale_gradients(parameter)
     registry, parameter = left_behind()
     parameter.grad = torch.ones(3, 2)
-    registry.refuse_left_behind()
+    registry.check_no_stale_gradients()
     assert not registry.has_left_behind
 
 

@@ -218,16 +218,16 @@ def test_sums_of_the_choices_that_are_here(
         place = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k)
         place = torch.where(torch.rand(place.shape, generator=generator) < 0.4, -1, place)
         weights = None if weight_dtype is None else torch.rand(len(rows), generator=generator).to(weight_dtype)
-        found, expected = (one.sum_here(rows, place, weights, out) for one in (kernels, permute))
+        found, expected = (one.sum_local_choices(rows, place, weights, out) for one in (kernels, permute))
         assert found.dtype == expected.dtype == out and torch.equal(found, expected)
-    nothing = kernels.sum_here(rows[:0], torch.full((3, 2), -1), None, out)
+    nothing = kernels.sum_local_choices(rows[:0], torch.full((3, 2), -1), None, out)
     assert nothing.shape == (3, 1100) and not nothing.any()
 
 
 def test_a_row_of_no_number_that_is_nobodys_is_not_summed() -> None:
     rows, place = torch.tensor([[float("nan")], [2.0]]), torch.tensor([[1, -1], [-1, -1]])
     for one in (kernels, permute):
-        assert one.sum_here(rows, place, torch.tensor([float("inf"), 3.0])).tolist() == [[6.0], [0.0]]
+        assert one.sum_local_choices(rows, place, torch.tensor([float("inf"), 3.0])).tolist() == [[6.0], [0.0]]
 
 
 # -- Where Triton's interpreter is not what a GPU is
