@@ -285,7 +285,10 @@ class Balancer:
 
         ``attach`` hooks it to the optimizer; call it yourself only without one.
         """
-        self.loop.end_step()
+        if not self.closed:
+            return self.loop.end_step()
+        self.gradients.on_step_end()
+        self.runtime.counter.advance()  # tags of forwards tell steps, and other ranks may close later
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
         """Run two functions with a batch each at once, the second on a thread: one computes while the other's tokens

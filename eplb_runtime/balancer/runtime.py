@@ -133,13 +133,13 @@ class Divisors:
     are_of_means: bool = True
 
     @classmethod
-    def of(cls, job: Job, *, by_host: bool, dense_is_sharded: bool) -> Divisors:
-        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where,
-        and with a divisor of 1 the host sums them; ``dense_is_sharded``: each rank has a part of the other parameters,
-        and gets its gradient past the sums over ranks."""
+    def of(cls, job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> Divisors:
+        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where;
+        ``host_sums``: nor has it to be, since the host sums them; ``dense_is_sharded``: each rank has a part of the
+        other parameters, and gets its gradient past the sums over ranks."""
         divisor, owners = job.gradient_divisor, len(job.edp_ranks)
         if by_host:
-            return cls(1, 1, are_of_means=False) if divisor == 1 else cls(1, divisor / owners)
+            return cls(1, 1, are_of_means=False) if host_sums else cls(1, divisor / owners)
         in_layers = (divisor if dense_is_sharded else len(job.data_ranks)) / owners
         return cls(in_layers, divisor / owners / in_layers)
 

@@ -109,7 +109,9 @@ def test_replicas_of_slices_are_computed_in_the_precision_that_fsdp_computes_in(
     assert off < 5e-4
 
 
-@pytest.mark.parametrize(("layout", "scripts"), [(EDP, OF_EDP), (ALONE, SCRIPTS)], ids=["EP 2 x EDP 2", "EP 2"])
+@pytest.mark.parametrize(
+    ("layout", "scripts"), [(EDP, OF_EDP), (ALONE, [*PUT_ASIDE.values(), *SCRIPTS])], ids=["EP 2 x EDP 2", "EP 2"]
+)
 def test_a_loop_that_looks_at_gradients_trains_as_one_process(layout: Layout, scripts: list[str]) -> None:
     assert far_off(layout, scripts) == {}
 

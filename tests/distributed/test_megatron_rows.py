@@ -248,4 +248,23 @@ def decided_without_memory(rank: int) -> dict[str, Any]:
 def test_a_decision_while_weights_have_no_memory_moves_nothing_and_says_so() -> None:
     for found in run_ranks(2, decided_without_memory):
         assert found["stayed"] and found["later"] > 0, "once they are loaded, experts move"
-        assert any("load weights ahead of decisions" in event for event in found["said"]), found["said"]
+        assert any("its memory is freed or of another size" in event for event in found["said"]), found["said"]
+
+
+def reduced_without_a_wrapper(rank: int) -> float:
+    standins.cpu()
+    job, first = MegatronLoop(plain=True, bf16=False), rank // 2 * 2
+    ranks = eplb.hosts.Ranks(ep=(first, first + 1), gradient_divisor=1)
+    config = eplb.BalancerConfig(policy="static", dense_gradients="allreduce")
+    balancer = eplb.attach(job.models[0], job.optimizer, ranks=ranks, config=config)
+    output, loss_of = forward_step(batches_of(0), job.models[0])
+    loss_of(output)[0].backward()
+    balancer.reduce_gradients()
+    balancer.close()
+    return sum(p.grad.norm().item() for p in job.models[0].parameters() if p.grad is not None)
+
+
+@pytest.mark.long
+def test_nobody_else_sums_gradients_of_a_model_without_megatrons_wrapper() -> None:
+    first, second, *others = run_ranks(4, reduced_without_a_wrapper)
+    assert others == [first, second]

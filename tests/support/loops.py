@@ -186,11 +186,6 @@ class Whole:
     def held_back_by_both(self) -> None:
         self.held_back()
 
-    def interrupted(self) -> None:
-        """In the midst of a backward pass, whose gradients are dropped."""
-        self.forward()
-        self.zero()
-
     def no_sync(self):
         return nullcontext()
 
@@ -364,7 +359,6 @@ WORDS = {
     "O": "take_state_anew",
     "B": "backward",
     "A": "again",
-    "D": "interrupted",
     "H": "held_back",
     "N": "look",
     "C": "clipped",
@@ -412,23 +406,6 @@ class Spread(Whole):
         self.begin()
         self.balancer = training.attach(self.model, self.optimizer, **where, **settings)
         plan_by(self.balancer, plan_shuffle)
-
-    def interrupted(self) -> None:
-        """The last layer's gradients of replicas are on their way, and the backward pass goes no further."""
-
-        def interrupt(gradient: Tensor) -> None:
-            raise KeyError("interrupted")
-
-        def hook(module: nn.Module, given: Any, out: Any) -> None:
-            (out[0] if isinstance(out, tuple) else out).register_hook(interrupt)
-
-        handle = self.model.model.layers[0].register_forward_hook(hook)
-        self.forward()
-        handle.remove()
-        try:
-            self.backward_of_it()
-        except KeyError:
-            self.zero()
 
     def no_sync(self):
         return self.balancer.no_sync()

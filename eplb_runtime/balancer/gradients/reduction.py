@@ -83,12 +83,9 @@ class Gradients(LoopHooks):
         self.arrives(parameter)
         return gradient if self._divisor == 1 else torch.div(gradient, self._divisor)
 
-    def begin(self) -> None:
-        """Begin new gradients."""
-        self._first = True
-
     def on_step_end(self) -> None:
-        self.begin()
+        """New gradients begin."""
+        self._first = True
 
     def on_forward_begin(self, trains: bool) -> None:
         """Expect new gradients in training; RuntimeError: replicas have no place for some."""
@@ -106,6 +103,8 @@ class Gradients(LoopHooks):
                     "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
                 )
         self._divide_trained()
+        for averaging in self._averaged:
+            averaging.watch_all()
         if self._replicas is not None and not in_recompute() and not self._runtime.channels.busy:
             self._replicas.abandon()
         self._new = self._new or self._sliced  # of slices no hook sees them
@@ -254,9 +253,8 @@ class Averaging:
 
     @property
     def has_new(self) -> bool:
-        """Return whether gradients have come since the last reduction, or are other tensors than it left, or parameters
-        have joined."""
-        self._watch_all()
+        """Return whether gradients have come since the last reduction, or are other tensors than it left."""
+        self.watch_all()
         return self._any_taken or any(self._kind(parameter) for parameter in self._parameters.values())
 
     def arrives(self, parameter: Tensor) -> None:
@@ -267,13 +265,12 @@ class Averaging:
     def reduce(self, *, first: bool) -> None:
         """Average new gradients in place. Collective over the group.
 
-        A parameter without a gradient on some ranks takes part with zeros. One without a gradient on every rank stays
-        so.
+        A parameter without a gradient on some ranks takes part with zeros, one without on every rank stays so.
 
         Args:
             first: for the first time since a step ended: gradients may have been written by hand.
         """
-        self._watch_all()
+        self.watch_all()
         parameters = list(self._parameters.values())
         if not parameters:
             return
@@ -296,20 +293,19 @@ class Averaging:
             return TAKEN if parameter in self._arrived else OLD
         return NEW if parameter in self._arrived or left is None or left() is not gradient else OLD
 
-    def _watch_all(self) -> None:
-        """Watch parameters that have joined since the last call, or are trained since."""
+    @torch.no_grad()
+    def watch_all(self) -> None:
+        """Watch parameters that have joined since the last call, or are trained since; their gradients are raw."""
         for parameter in self._parameters.values():
             if parameter in self._watched or not parameter.requires_grad:
                 continue
             self._watched.add(parameter)
             if parameter.grad is not None:
                 self._arrived.add(parameter)
-            if self._scale is None:
-                continue
-            if parameter.grad is not None and self._scale != 1:
-                parameter.grad.mul_(self._scale)
-            # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
-            parameter.register_hook(partial(self._hook, parameter, self._scale))
+                parameter.grad.mul_(self._scale or 1)
+            if self._scale is not None:
+                # Not when it has been added to .grad: a loop may add to that itself what torch.autograd.grad gives it.
+                parameter.register_hook(partial(self._hook, parameter, self._scale))
 
     @torch.compiler.disable
     def _hook(self, parameter: Tensor, scale: float, gradient: Tensor) -> Tensor:

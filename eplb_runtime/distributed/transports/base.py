@@ -64,7 +64,7 @@ class Transport(ABC):
     Args:
         group: its ranks; ``backend`` is its backend's name.
         device: the model's.
-        timeout_seconds: for what is posted, whatever the deadline.
+        timeout_seconds: for what is posted to a library that ends it itself, whatever the deadline.
         package: used in the place of the transport's library.
 
     Attributes:

@@ -16,7 +16,8 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,33 +69,38 @@ def new_agent(name: str) -> Any:
 class Nixl(Windows):
     """Writes into the windows of other ranks through NIXL's UCX agent."""
 
+    _agent: Any = None
+
     def _open(self, nbytes: int, deadline: float) -> Tensor:
         name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
         self._leaving: list[Leaving] = []
-        self._agent: Any = new_agent(name)
+        self._agent = new_agent(name)
         window = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         try:
             self._registered = self._agent.register_memory(window)
         except Exception as error:
             raise TransportError(f"nixl cannot register {nbytes} bytes: {error}") from error
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        self._rank_of: dict[str, int] = {}
         said = self._gather([name, metadata, window.data_ptr(), max(0, window.get_device())], deadline)
         try:
-            for peer, (_, theirs, *_) in enumerate(said):
+            for peer, (other, theirs, *_) in enumerate(said):
                 if peer != self._rank:
+                    self._rank_of[other] = peer
                     self._agent.add_remote_agent(base64.b64decode(theirs))
         except Exception as error:
             raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
         self._others = [(other, address - window.data_ptr(), index) for other, _, address, index in said]
-        self._rank_of = {other: peer for peer, (other, *_) in enumerate(said) if peer != self._rank}
         return window
 
     def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
-        return self._leave(self._write(place, source, peer), after)
+        return self._leave(partial(self._write, place, source, peer), peer, after)
 
     def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
         """Notify: to a rank that lets go of its agent at that moment, this fails, and a write may end the process."""
-        return self._leave(self._notify(peer, _NOTE.pack(kind, number)), after)
+        return self._leave(
+            partial(self._agent.send_notif, self._others[peer][0], _NOTE.pack(kind, number)), peer, after
+        )
 
     def _look(self) -> bool:
         for name, said in self._agent.get_new_notifs().items():
@@ -102,22 +108,19 @@ class Nixl(Windows):
                 self._read_RKHN[self._rank_of[name], kind, number % HALVES] = torch.tensor([number, ~number])
         return True
 
-    def _leave(self, act: Leaving, after: HasLeft | None) -> HasLeft:
-        """Act when the device has done what is before it, and ``after`` is done. Goes on each time it is asked."""
+    def _leave(self, act: Callable[[], Leaving | None], peer: int, after: HasLeft | None) -> HasLeft:
+        """Act when the device and ``after`` are done, not to who leaves, and its agent with it; goes on when asked."""
         is_written, has_left = self._stream.mark(), threading.Event()
 
         def leave() -> Leaving:
             while not (is_written() and (after is None or after())):
                 yield
-            yield from act
+            if not self._peers[peer].leaving:
+                yield from act() or ()
             has_left.set()
 
         self._leaving.append(leave())
         return has_left.is_set
-
-    def _notify(self, peer: int, note: bytes) -> Leaving:
-        self._agent.send_notif(self._others[peer][0], note)
-        yield from ()
 
     def _write(self, place: Tensor, source: Tensor, peer: int) -> Leaving:
         (name, offset, index), kind = self._others[peer], "VRAM" if source.is_cuda else "DRAM"
@@ -156,7 +159,7 @@ class Nixl(Windows):
     def close(self) -> None:
         """Let go of the agent: afterwards no rank writes here."""
         super().close()
-        if self._piece_bytes and self._agent is not None:
+        if self._agent is not None:
             self._drop_puts()
             for name in self._rank_of:
                 with contextlib.suppress(Exception):

@@ -30,8 +30,9 @@ WINDOW_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 2
 """All of a window, and what goes at once."""
 HALVES = 2
 """While one piece is copied out, the next comes in."""
-ASK_SECONDS = 0.2
-"""So often a rank that waits for another writes a note for nothing: only a write finds out that a rank is gone."""
+ASK_SECONDS, TURN_SECONDS = 0.2, 0.002
+"""So often a rank that waits for another writes a note for nothing, as only a write finds out that a rank is gone; so
+long it goes on at once."""
 KINDS = 4
 ARRIVED, TAKEN, GOODBYE, NOTHING = range(KINDS)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
@@ -137,6 +138,7 @@ class Windows(Transport):
         piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
         notes = 2 * self._num_ranks * KINDS * HALVES * _NOTE
         self._lay_out(self._open(pieces * piece_bytes + 8 * notes, deadline), piece_bytes)
+        self._problem = ""
         # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
         self._gather(None, deadline)
@@ -144,7 +146,6 @@ class Windows(Transport):
             self._notes_RKHN.copy_(torch.tensor([0, ~0]))
         wait_until(self._stream.mark(), deadline, "clearing notes")
         self._gather(None, deadline)
-        self._problem = ""
         self._try_out(deadline)
 
     def _lay_out(self, window: Tensor, piece_bytes: int) -> None:
@@ -199,9 +200,10 @@ class Windows(Transport):
     # -- the protocol; the lock is held --------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Begin what can begin, end what is through, as long as there is anything."""
+        """Begin what can, end what is through, for a moment: who asks has a deadline, or rounds to vote on."""
+        end = time.monotonic() + TURN_SECONDS
         try:
-            while not self._problem and self._step():
+            while not self._problem and self._step() and time.monotonic() < end:
                 pass
         except Exception as error:  # of the device, or of the library
             self._give_up(one_line(error))
@@ -209,9 +211,10 @@ class Windows(Transport):
     def _step(self) -> bool:
         """Return whether anything began or ended."""
         self._hear()
+        self._go_on_with_puts()
         went_on = False
         for peer, traffic in self._peers.items():
-            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.gone:
+            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.leaving:
                 (data, posted), went_on = traffic.sends.popleft(), True
                 traffic.sent += 1
                 half = traffic.sent % HALVES
@@ -242,33 +245,29 @@ class Windows(Transport):
         return len(self._under_way) < len(before)
 
     def _hear(self) -> None:
-        """Go on with writes, and take what notes are here."""
+        """Take what notes are here, and only then ask who has not left: to one who has, a note may fail."""
+        if self._look():
+            self._notes_are_here = None
+            numbers, complements = self._read_RKHN.unbind(-1)
+            notes_RKH = torch.where(numbers == ~complements, numbers, 0).tolist()
+            for peer, traffic in self._peers.items():
+                traffic.gone = traffic.leaving
+                traffic.arrived = _counted(traffic.arrived, notes_RKH[peer][ARRIVED])
+                traffic.room = _counted(traffic.room, notes_RKH[peer][TAKEN])
+                traffic.leaving = any(notes_RKH[peer][GOODBYE])
         if (now := time.monotonic()) > self._next_ask:
             self._next_ask = now + ASK_SECONDS
             for peer, traffic in self._peers.items():
-                if (traffic.sends or traffic.receives) and not traffic.gone:
+                if (traffic.sends or traffic.receives) and not traffic.leaving:
                     with self._stream():
                         self._tell(peer, NOTHING, 0)
-        self._go_on_with_puts()
-        if not self._look():
-            return
-        self._notes_are_here = None
-        numbers, complements = self._read_RKHN.unbind(-1)
-        notes_RKH = torch.where(numbers == ~complements, numbers, 0).tolist()
-        for peer, traffic in self._peers.items():
-            traffic.gone = traffic.leaving
-            traffic.arrived = _counted(traffic.arrived, notes_RKH[peer][ARRIVED])
-            traffic.room = _counted(traffic.room, notes_RKH[peer][TAKEN])
-            traffic.leaving = any(notes_RKH[peer][GOODBYE])
 
     def _give_up(self, problem: str) -> None:
         """End all that is pending on this rank, and tell the others."""
         if self._problem:
             return
-        try:
+        with suppress(Exception):
             self._hear()  # who has left is not told
-        except Exception as error:
-            problem = f"{problem}; {one_line(error)}"
         self._problem = problem
         try:
             self._drop_puts()
@@ -280,9 +279,7 @@ class Windows(Transport):
             self._go_on_with_puts()
         except Exception as error:
             self._problem = f"{problem}; {one_line(error)}"
-        for traffic in self._peers.values():
-            traffic.sends.clear()
-            traffic.receives.clear()
+        self._peers.clear()
         with suppress(Exception):  # of a device that is lost
             self._end_pieces()
 

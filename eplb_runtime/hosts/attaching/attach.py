@@ -267,7 +267,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     named = [(stage, stage.prefix + n, p) for stage in made.stages for n, p in stage.model.named_parameters()]
     dense = [(stage, name, p) for stage, name, p in named if id(p) not in experts]
     is_sharded = any(is_sliced(p) for *_, p in dense)
-    divisors = Divisors.of(job, by_host=made.host_dispatches, dense_is_sharded=is_sharded)
+    sums = job.gradient_divisor == 1 and all(s.host.ranks is None or s.host.ranks.gradient_divisor for s in made.stages)
+    divisors = Divisors.of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
     real_tokens = {id(layer): stage.host.real_tokens for stage in made.stages for layer in stage.host.layers}
     layers: list[ExpertParallelLayer | HostDispatchedLayer] = []
     for (index, _, layer), test in zip(made.layers, made.tests, strict=True):

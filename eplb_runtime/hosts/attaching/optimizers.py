@@ -182,7 +182,6 @@ class Optimizers(LoopHooks):
         after = optimizer.register_step_post_hook(partial(self._after_step, one))
         # Hooks that a user has registered by now may write weights.
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        self._balancer.closing.callback(after.remove)
         return [optimizer.register_step_pre_hook(partial(self._before_step, one)), after]
 
     def _outside(self, number: int) -> dict[str, Tensor]:
@@ -261,7 +260,7 @@ class Optimizers(LoopHooks):
                 loss = closure()
             finally:
                 self._in_closure = False
-            self._balancer.gradients.begin()
+            self._balancer.gradients.on_step_end()
             self._balancer.loop.before_step()
             return loss
 
@@ -281,7 +280,7 @@ class Optimizers(LoopHooks):
         one = next((one for one in self._known if one.optimizer is optimizer), None)
         before = one.turns if one is not None else 0
         yield
-        if one is not None and one.turns == before and not self._balancer.closed:
+        if one is not None and one.turns == before:
             self._balancer.loop.skip_step(optimizer)
             self._end_of_turn(one, stepped=False)
 

@@ -173,7 +173,7 @@ class StepByMegatron:
             return result
 
         joined = Joined(has_moved)
-        joined.put(optimizer, "step", stepped)
+        optimizer.step = stepped  # for good: its steps are counted
         others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
         layer_wise = _layer_wise(optimizer)
         for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none

@@ -108,18 +108,12 @@ def job(divided_rows: int) -> Job:
     return Job(tuple(range(16)), 5, sets, ((0,),) * 4 + ((1,),) * 4, (1, 1), 1, divided_rows)
 
 
-def test_rows_that_are_not_divided_are_those_of_the_ep_groups() -> None:
+def test_rows_lie_in_ep_groups_or_divided_on_all_ranks_of_a_stage_or_once_in_each_replica_of_the_model() -> None:
     assert job(0).row_sets == list(job(0).ep_sets)
     assert (job(0).row_ranks, job(0).row_rank, job(0).dp_shard_degree) == ((4, 5), 1, 1)
-
-
-def test_divided_rows_lie_on_all_ranks_of_a_stage() -> None:
     assert job(4).part_sets[0] == (0, 2, 4, 6) and all(len(twins) == 1 for twins in job(4).twin_sets)
     assert job(4).row_sets == [(0, 2, 4, 6, 1, 3, 5, 7), (8, 10, 12, 14, 9, 11, 13, 15)]
     assert (job(4).row_rank, job(4).dp_shard_degree) == (6, 4)
-
-
-def test_replicas_of_the_model_have_them_once_each() -> None:
     assert job(2).row_sets == [(0, 2, 1, 3), (4, 6, 5, 7), (8, 10, 9, 11), (12, 14, 13, 15)]
     assert (job(2).row_rank, job(2).dp_shard_degree) == (2, 2)
     assert job(2).part_sets[:2] == [(0, 2), (4, 6)] and job(2).twin_sets[:2] == [(0, 4), (2, 6)]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,10 @@ from support.nvshmem_double import Double
 from eplb_runtime.distributed.transports import base, nixl, nvshmem, symmetric, windows
 from eplb_runtime.distributed.transports.base import Message, Pending, TransportError
 from eplb_runtime.distributed.transports.symmetric import SHARING, NodeMemory
-from eplb_runtime.distributed.transports.windows import ARRIVED
+from eplb_runtime.distributed.transports.windows import ARRIVED, GOODBYE
 from eplb_runtime.tools import launch
 
+GROUP: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 SECOND_GPU = torch.device("cuda", 1)
 
 
@@ -35,14 +36,10 @@ def test_a_device_that_has_no_end_is_waited_for_until_the_deadline(monkeypatch: 
 class QueuedStream:
     """Comes after kernels of training until it is let go."""
 
-    pointer = 0
+    pointer, done = 0, False
 
-    def __init__(self) -> None:
-        self.done = False
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        yield
+    def __call__(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     def after_current(self) -> None:
         pass
@@ -72,12 +69,22 @@ def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, mon
 
 def laid_out(kind: Callable[..., Any], empty: Callable[..., torch.Tensor] = torch.zeros) -> Any:
     """Return a transport of the first of two ranks, whose window is not opened: pieces of `PIECE` bytes."""
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    transport = kind(group, "gloo", torch.device("cpu"), 60.0, object())
+    transport = kind(GROUP, "gloo", torch.device("cpu"), 60.0, object())
     nbytes = 2 * 2 * 2 * PIECE + 8 * 2 * 2 * windows.KINDS * 2 * 2
     transport._lay_out(empty((nbytes,), dtype=torch.uint8), PIECE)
     transport._problem = ""
     return transport
+
+
+def test_who_cannot_warm_up_gives_its_window_back() -> None:
+    released: list[Any] = []
+    ways = {"_put": lambda *_: bool, "_gather": lambda *_: next(iter(())), "_release": lambda one: released.append(one)}
+    ways["_open"] = lambda self, nbytes, deadline: torch.zeros(nbytes, dtype=torch.uint8)
+    transport = type("Lent", (windows.Windows,), ways)(GROUP, "gloo", torch.device("cpu"), 60.0)
+    with pytest.raises(StopIteration):
+        transport.warm_up(0.0)
+    transport.close()
+    assert released == [transport]
 
 
 # -- NIXL knows of no streams: what the device has not written is not sent, and what it reads is not written over ------
@@ -89,37 +96,48 @@ class Agent:
     """Writes are only written down, and each is as far as ``state`` says."""
 
     def __init__(self) -> None:
-        self.writes: list[Any] = []
-        self.sent: list[tuple[str, bytes]] = []
-        self.state = "PROC"
-
-    def get_new_notifs(self) -> dict[str, list[bytes]]:
-        return {"a stranger": [nixl._NOTE.pack(ARRIVED, 9)]}
+        self.writes, self.sent, self.said, self.state = list[Any](), list[Any](), list[bytes](), "PROC"
+        self.get_new_notifs = lambda: {"a stranger": [nixl._NOTE.pack(ARRIVED, 9)], PEER: self.said}
+        self.transfer = lambda write: self.writes.append(write) or self.state
+        self.get_xfer_descs = lambda places, kind: places
+        self.initialize_xfer = lambda *what: what
+        self.check_xfer_state = lambda write: self.state
+        self.release_xfer_handle = self.writes.index
 
     def send_notif(self, name: str, note: bytes) -> None:
+        assert not self.said, "it is gone"
         self.sent.append((name, note))
 
-    def get_xfer_descs(self, places: Any, kind: str) -> Any:
-        return places
 
-    def initialize_xfer(self, *what: Any) -> Any:
-        return what
+def with_agent() -> tuple[Any, Agent]:
+    transport, agent = laid_out(nixl.Nixl), Agent()
+    transport._agent, transport._leaving = agent, []
+    transport._others, transport._rank_of = [("", 0, 0), (PEER, OFFSET, 0)], {PEER: 1}
+    return transport, agent
 
-    def transfer(self, write: Any) -> str:
-        self.writes.append(write)
-        return self.state
 
-    def check_xfer_state(self, write: Any) -> str:
-        return self.state
+def test_what_a_rank_wrote_before_it_closed_is_here_and_nothing_is_written_to_it() -> None:
+    transport, agent = with_agent()
+    agent.said = [nixl._NOTE.pack(ARRIVED, 1), nixl._NOTE.pack(GOODBYE, 1)]
+    transport._inbox_RHB[1, 1, :8] = 5
+    pending = transport.post([], [Message(1, into := torch.zeros(8, dtype=torch.uint8))])
+    assert pending.poll() and into.tolist() == [5] * 8
+    with pytest.raises(TransportError, match="EP rank 1 has given up"):
+        transport.post([Message(1, into)], []).wait(time.monotonic() + 5)
+    assert not agent.writes and not agent.sent
 
-    def release_xfer_handle(self, write: Any) -> None:
-        assert write in self.writes
+
+def test_a_peer_that_is_always_there_keeps_nobody_beyond_a_deadline() -> None:
+    (transport, _), steps = with_agent(), iter(range(400))
+    transport._step = lambda: time.sleep(0.001) or next(steps, -1) >= 0
+    with pytest.raises(TransportError, match="in time"):
+        transport.post([], [Message(1, torch.zeros(8, dtype=torch.uint8))]).wait(time.monotonic() + 0.01)
+    assert next(steps) < 300
 
 
 def test_a_piece_is_sent_when_the_device_has_packed_it_and_its_note_when_the_piece_is_there() -> None:
-    transport, agent, stream = laid_out(nixl.Nixl), Agent(), QueuedStream()
-    transport._agent, transport._leaving, transport._stream = agent, [], stream
-    transport._others, transport._rank_of = [("", 0, 0), (PEER, OFFSET, 0)], {PEER: 1}
+    transport, agent = with_agent()
+    transport._stream = stream = QueuedStream()
     transport._next_ask = time.monotonic() + 60
     pending = transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
     assert not pending.poll() and not agent.writes
@@ -192,9 +210,8 @@ def test_torchs_refusal_of_gpus_of_one_number_says_what_to_set() -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("CUDASymmetricMemoryAllocator::rendezvous: detected allocations from overlapping devices")
 
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     package = SimpleNamespace(empty=torch.empty, rendezvous=refuse)
-    memory = NodeMemory(group, torch.device("cpu"), 1.0, package)  # type: ignore[arg-type]
+    memory = NodeMemory(GROUP, torch.device("cpu"), 1.0, package)
     memory.zeros((2,), torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as alone, pytest.raises(RuntimeError, match=f"overlapping .*set {SHARING}=1"):
         alone.setattr(symmetric, "gather_json", lambda word, *_: [word])
