@@ -218,7 +218,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     ),
     "a failed attach undoes nothing": (
         "test_attach.py::test_an_attach_that_fails",
-        nothing("hosts.attaching.sharding:Before.restore"),
+        nothing("hosts.attaching.sharding:ModelSnapshot.restore"),
     ),
     "the library's own exchange": (
         "test_transformers_ep.py::test_no_bit_depends_on_where_experts_are[2]",
