@@ -54,7 +54,7 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
 
 
 def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin_BE: Tensor | None = None) -> Tensor:
-    """As `slots.assign_slots`; by one kernel more than by `count_by_blocks`, whose blocks may be given."""
+    """Return what `slots.assign_slots` does, by one kernel more than `count_by_blocks`, whose blocks may be given."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     if begin_BE is None:
         begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])[1]

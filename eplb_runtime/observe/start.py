@@ -33,7 +33,7 @@ Sink = Callable[[Record], None]
 
 
 class Observers:
-    """What shows a job, on its rank 0: a listener that makes a record of each event and hands it to sinks, in order:
+    """Observers of a job, on its rank 0: a listener that makes a record of each event and hands it to sinks, in order:
     the job's state, its log, trackers. A sink that fails is named once in the log, and tried again with the next
     record.
 

@@ -34,7 +34,7 @@ _WITHOUT_SHARED_MEMORY = "TLS=^sm"
 """UCX must not write into another process without its help: nothing could end that."""
 _NOTE = struct.Struct("<BQ")
 Leaving = Generator[None, None, None]
-"""What is on its way to another rank, and goes on when asked."""
+"""A write or note on its way to another rank; each ``next`` lets it go on."""
 
 
 def rdma_devices() -> list[str]:

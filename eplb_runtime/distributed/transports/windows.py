@@ -77,7 +77,7 @@ class Windows(Transport):
     """Writes into the windows of other ranks; the group is only used to meet. `_state` guards all of it."""
 
     staged: ClassVar[bool] = True
-    """Whether pieces are written from this rank's window alone."""
+    """Pieces are copied into this rank's window, and written from there."""
 
     def __init__(
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None

@@ -145,7 +145,7 @@ class Checked(Request):
 
 @dataclass(frozen=True)
 class Shards:
-    """What is left of the experts on this rank, and weak references to the parameters that are replaced, by name."""
+    """Experts that are left on this rank, and weak references to the parameters that they replace, by name."""
 
     registry: ExpertTensors
     banks: dict[int, ReplicaBank] = field(default_factory=dict)

@@ -31,7 +31,7 @@ _NOTES = {
     "low_latency_tokens": ": batches without gradients in evaluation are summed in another order and rounding than in "
     "training; outputs are equal to rounding only",
 }
-"""What a setting of `DispatchConfig` gives up that is not the default."""
+"""Losses of each setting of `DispatchConfig` that is not the default."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""What an optimizer keeps for each expert, found through ``optimizer.state`` and never by name; and whether it updates
-each expert by itself, known of its class or tried once on small tensors.
+"""State that an optimizer keeps for each expert, found through ``optimizer.state`` and never by name; and whether it
+updates each expert by itself, known of its class or tried once on small tensors.
 
 A state tensor belongs to the experts when its leading dimension is the parameter's; single numbers (Adam's ``step``)
 belong to the whole parameter and are equal on every rank. Anything else cannot be told apart and is refused, tensors

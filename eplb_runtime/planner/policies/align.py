@@ -102,7 +102,7 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
 
 
 def names_of(new_N: NDArray[np.int64], holder_N: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    """As `names`, for the new rank of each expert and who holds it now."""
+    """Return what `names` does, by pairs: the new rank of an expert, and who holds it now."""
     pair, shared = np.unique(new_N * ranks + holder_N, return_counts=True)
     named, is_free = [-1] * ranks, [True] * ranks
     for new, holder in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
