@@ -11,9 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
@@ -40,10 +39,17 @@ logger = logging.getLogger("eplb_runtime")
 MARKER = "checkpoint.json"
 FORMAT, VERSION = "eplb-runtime-checkpoint", 3
 PARTS, INDEX = ("model", "optimizer", "extra"), "{}.safetensors.index.json"
+_TOKEN = "[0-9a-f]" * 16
+_OURS = (
+    *(f"{part}-?????-?????-{_TOKEN}.safetensors" for part in PARTS),
+    *(INDEX.format(part) for part in PARTS),
+    f"numbers-{_TOKEN}.json",
+    PARTIALS,
+    ".tmp??????",  # what the library has begun stays where a process was killed
+)
+"""Names of files of a save, whole or not."""
 FILE_BYTES = 4 << 30
 """Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
-_OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
-_LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
 _MOST_BYTES = 1 << 30
 
 Format = Literal["safetensors", "dcp"]
@@ -56,36 +62,31 @@ def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, forma
     between steps. On top of its state a rank needs the memory of one expert's tensor. A checkpoint that is in the
     folder already is replaced in one step when the new one is whole. ``format``: ``"safetensors"``: one tensor per
     expert, Hugging Face's index, and ``checkpoint.json`` with checksums of all bytes, which is written last;
-    ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. (Other
-    storage than a file system: `LogicalState`.) Raises CheckpointError: something cannot be kept in this format, or
-    another rank failed; OSError: this rank could not write. The folder is as it was then."""
+    ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. Raises
+    CheckpointError: something cannot be kept in this format, or another rank failed; OSError: this rank could not
+    write. The folder is as it was then."""
     view = LogicalView(model, optimizer)
-    if format not in ("safetensors", "dcp"):
-        raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
+    view.refuse_freed("save")
     if format == "dcp":
         dcp.save(folder, view)
-    else:
+    elif format == "safetensors":
         wait(last_save(view))
-        view.refuse_freed("save")
-        access = JointAccess.of(view)
-        _write(Path(folder), view, access, *access.together(f"{folder} was not saved", lambda: _content(view, access)))
+        _write(Path(folder), view, *_content(folder, view))
+    else:
+        raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
     log("saved to", folder, view)
 
 
-def async_save(
-    folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Literal["safetensors"] = "safetensors"
-) -> Future[None]:
+def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) -> Future[None]:
     """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on. The
     thread talks over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or
     loads this model next waits for it. Returns a future, done when all is on disk; its ``result()`` raises errors."""
     view = LogicalView(model, optimizer)
-    if format != "safetensors":
-        raise CheckpointError(f"async_save writes no format={format!r}: leave it out, or call save(..., format='dcp')")
     view.refuse_freed("async_save")
-    before, access = last_save(view), JointAccess.of(view)
+    before = last_save(view)
     if view.balancer is None:
         wait(before)  # its thread talks over the same group
-    live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
+    access, live, numbers = _content(folder, view)
     tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
     if view.balancer is not None:
         access = JointAccess(view.balancer.runtime.groups.background, torch.device("cpu"))
@@ -117,19 +118,25 @@ def log(what: str, folder: str | Path, view: LogicalView) -> None:
 # -- what is written, under which names --------------------------------------------------------------------------------
 
 
-def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], Any]:
-    """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor."""
-    balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
+def _content(folder: str | Path, view: LogicalView) -> tuple[JointAccess, Iterable[Named], Any]:
+    """Return this rank's part in a save; the tensors that it writes; and, on the first rank of a stage, what is no
+    tensor. Collective."""
+    access = JointAccess.of(view)
+    balancer = view.balancer.state_dict() if view.balancer is not None else None  # all ranks meet in it
     ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
-    layout, tied = _layout_of(view)
-    numbers = {
-        "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
-        "tied": tied,
-        "optimizer": view.numbers(_to_json),
-        "balancer": balancer,
-    }
-    numbers = json.loads(json.dumps(numbers))  # a copy
-    return _tensors_of_rank(view, layout, ranks), numbers if access.ranks[access.number] == ranks[0] else None
+
+    def content() -> tuple[Iterable[Named], Any]:
+        layout, tied = _layout_of(view)
+        numbers = {
+            "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
+            "tied": tied,
+            "optimizer": view.numbers(_to_json),
+            "balancer": balancer,
+        }
+        first = access.ranks[access.number] == ranks[0]
+        return _tensors_of_rank(view, layout, ranks), json.loads(json.dumps(numbers)) if first else None  # a copy
+
+    return access, *access.together(f"{folder} was not saved", content)
 
 
 def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str, str]]:
@@ -139,20 +146,19 @@ def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str,
     number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
     """
     by_host = view.folders.names(view) if view.folders is not None else {}
-    entries = list(view.entries())  # alive together: no two have one id by chance
     layout: list[tuple[Entry, Stored]] = []
     tied: dict[str, str] = {}
     first: dict[tuple[str, int], str] = {}
-    for entry in entries:
+    for entry in list(view.entries()):  # alive together: no two have one id by chance
         known = first.setdefault((entry.part, id(entry.tensor)), entry.key)
+        stored = by_host.get(entry.name) if entry.part == "model" else None
         if known != entry.key:
             tied[entry.key] = known
-        elif entry.part == "model" and entry.name in by_host:
-            layout.append((entry, by_host[entry.name]))
         else:
             name, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
-            name = name if entry.layer is None else ".".join(filter(None, (head, "*", name.removeprefix(f"{head}."))))
-            layout.append((entry, Stored((name,), view.num_experts if entry.layer is not None else 0)))
+            if entry.layer is not None:
+                name = f"{head}.*.{name.removeprefix(f'{head}.')}".removeprefix(".")
+            layout.append((entry, stored or Stored((name,), 0 if entry.layer is None else view.num_experts)))
     return layout, tied
 
 
@@ -207,15 +213,14 @@ def _from_json(value: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: Any) -> None:
-    problem = f"{folder} was not saved"
-    token = access.new_token()
+    problem, token = f"{folder} was not saved", access.new_token()
     try:
         files = access.together(
             problem, lambda: _seals_of(folder, write_tensors(folder, access.number, token, tensors))
         )
         of_ranks, stages = access.gather(files), [one for one in access.gather(numbers) if one is not None]
     except BaseException:
-        remove_own(folder, access.number, token)
+        remove(folder, f"*-{access.number:05d}-*-{token}.*")
         raise
     of_all = {
         "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
@@ -230,7 +235,7 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
 def write_tensors(
     folder: Path, number: int, token: str, tensors: Iterable[Named], most_bytes: int = FILE_BYTES
 ) -> dict[str, list[str]]:
-    """Write tensors into files of this rank; returns the names in each. Where that fails, `remove_own`."""
+    """Write tensors into files of this rank; returns the names in each. Where that fails, remove ``*-{token}.*``."""
     written: dict[str, list[str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
@@ -292,21 +297,18 @@ def _publish(
         write_file(path, json.dumps(numbers))
         if view.folders is not None:
             view.folders.describe(view, folder)
-        marker: dict[str, Any] = {"format": FORMAT, "version": VERSION, "save": token}
-        marker["files"] = {**files, **_seals_of(folder, [path.name])}
-        marker["files"] |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
+        sealed: dict[str, Any] = {**files, **_seals_of(folder, [path.name])}
+        sealed |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
-        _remove(folder, lambda _, save: save == token)
+        remove(folder, f"*-{token}.*")
         raise
     # Between two of these, others read the new checkpoint and we the old one; both are whole.
     for name, data in indexes.items():
         write_file(folder / name, data)
+    marker = {"format": FORMAT, "version": VERSION, "save": token, "files": sealed}
     write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
-    _remove(folder, lambda _, save: save != token)
-    unused = [folder / INDEX.format(part) for part in PARTS if INDEX.format(part) not in indexes]
-    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(_LIBRARY_PARTIALS)):
-        with suppress(OSError):
-            file.unlink()
+    for pattern in _OURS:
+        remove(folder, pattern, sealed)
 
 
 def _indexes(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, bytes]:
@@ -345,19 +347,12 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def remove_own(folder: Path, number: int, token: str) -> None:
-    """Remove this rank's files of a save, and nothing that other ranks are writing there."""
-    _remove(folder, lambda rank, save: (rank, save) == (f"{number:05d}", token))
-
-
-def _remove(folder: Path, unwanted: Callable[[str | None, str], bool]) -> None:
-    """Remove files of saves, given rank and save of each; those that cannot be removed do no harm."""
-    with suppress(OSError):
-        for file in list(folder.iterdir()):
-            match = _OURS.fullmatch(file.name)
-            if match is not None and unwanted(match[1], match[2]):
-                with suppress(OSError):
-                    file.unlink()
+def remove(folder: Path, pattern: str, retained: Collection[str] = ()) -> None:
+    """Remove files of saves; those that cannot be removed do no harm."""
+    for file in list(folder.glob(pattern)):
+        with suppress(OSError):
+            if file.name not in retained:
+                file.unlink()
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -384,16 +379,14 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
-def verified(folder: Path, access: JointAccess) -> dict[str, Any]:
-    """Return the marker, after this rank has read its share of all files and compared sizes and checksums. The first
-    damaged file is named."""
-    marker = read_marker(folder)
+def _verify(folder: Path, marker: Mapping[str, Any], access: JointAccess) -> None:
+    """Read this rank's share of all files, and compare sizes and checksums. The first damaged file is named."""
     shares = [0] * len(access.ranks)
     for name, (nbytes, checksum) in marker["files"].items():
         mine = shares.index(min(shares))
         shares[mine] += nbytes
         path = folder / name
-        if mine != access.number or (_OURS.fullmatch(name) is None and _of_another_save(path, marker["save"])):
+        if mine != access.number or (".index." in name and _of_another_save(path, marker["save"])):
             continue
         try:
             intact = path.stat().st_size == nbytes and file_checksum(path) == checksum
@@ -401,7 +394,6 @@ def verified(folder: Path, access: JointAccess) -> dict[str, Any]:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not intact:
             raise CheckpointError(f"{path} is damaged: it has another size or checksum than when it was saved")
-    return marker
 
 
 def _of_another_save(index: Path, save: str) -> bool:
@@ -438,23 +430,12 @@ class TensorFiles(Saved):
     def _slice(self, key: str, name: str) -> Any:
         return self._files[key.partition(".")[0], name].get_slice(name)
 
-    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+    def read(self, key: str, inside: tuple[slice, ...]) -> Tensor:
         stored = self._layout[key]
-        first, at = (offsets[0], offsets[1:]) if stored.experts else (0, offsets)
-        for row, one in enumerate(block if stored.experts else [block]):
-            end = 0
-            for name in stored.names_of(first + row):
-                found = self._slice(key, name)
-                if not one.ndim:
-                    one.copy_(found[()])
-                    continue
-                begin, end = end, end + found.get_shape()[stored.dim]
-                here, size = at[stored.dim], one.shape[stored.dim]
-                low, high = max(begin, here), min(end, here + size)
-                if low < high:
-                    inside = [slice(start, start + length) for start, length in zip(at, one.shape, strict=True)]
-                    inside[stored.dim] = slice(low - begin, high - begin)
-                    one.narrow(stored.dim, low - here, high - low).copy_(found[tuple(inside)])
+        expert, inside = (inside[0].start, inside[1:]) if stored.experts else (0, inside)
+        parts = [self._slice(key, name) for name in stored.names_of(expert)]
+        found: Tensor = torch.cat([part[:] for part in parts], stored.dim)[inside] if parts[1:] else parts[0][inside]
+        return found
 
 
 def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple[str, str], Any]:
@@ -466,8 +447,10 @@ def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple
     return found
 
 
-def read_folder(folder: Path, marker: Mapping[str, Any]) -> Saved:
-    """Return a verified folder, open for reading."""
+def opened(folder: Path, access: JointAccess) -> Saved:
+    """Open a folder for reading, of which this rank has compared its share of all checksums."""
+    marker = read_marker(folder)
+    _verify(folder, marker, access)
     numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=_from_json)
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
     layout = {key: Stored(**stored) for key, stored in numbers["layout"].items()}
@@ -478,7 +461,10 @@ def read_folder(folder: Path, marker: Mapping[str, Any]) -> Saved:
         unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of())
     layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
     saved = TensorFiles(str(folder), files, layout | {key: layout[other] for key, other in numbers["tied"].items()})
-    saved.optimizers, saved.balancer = numbers["optimizers"], numbers["balancer"]
+    states = [state for one in numbers["optimizers"] for state in one["numbers"].items()]
+    saved.numbers = {f"{name}.{key}": value for name, of in states for key, value in of.items()}
+    saved.param_groups = [group for one in numbers["optimizers"] for group in one["param_groups"]] or None
+    saved.balancer = numbers["balancer"]
     return saved
 
 

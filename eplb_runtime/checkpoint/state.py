@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +81,6 @@ class LogicalView:
 
     Raises:
         CheckpointError: the optimizer holds a tensor that is no parameter of the model.
-        TypeError: an entry of the list of optimizers is no optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
@@ -91,7 +90,8 @@ class LogicalView:
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"
             )
-        self.optimizers = _listed(optimizer)
+        given = [] if optimizer is None else optimizer
+        self.optimizers = list(given) if isinstance(given, Sequence) else [given]
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
@@ -308,17 +308,6 @@ def why_merged(model: nn.Module) -> str:
     return ""
 
 
-def _listed(given: Given) -> list[torch.optim.Optimizer]:
-    if given is None:
-        return []
-    if not isinstance(given, Sequence):
-        return [given]
-    for number, one in enumerate(given):
-        if not isinstance(one, torch.optim.Optimizer):
-            raise TypeError(f"optimizer {number} of the list is a {type(one).__name__}: give optimizers of torch.optim")
-    return list(given)
-
-
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
     for module in model.modules():
         balancer = module.__dict__.get("_eplb_runtime_balancer")
@@ -339,10 +328,10 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
     ``optimizer``: the one that was attached, or the list of them; None: without their state."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("logical_state_dict", patient=True)
-    return {entry.key: _whole_on_cpu(view, entry) for entry in list(view.entries())}
+    return {entry.key: whole_on_cpu(view, entry) for entry in list(view.entries())}
 
 
-def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
+def whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
     """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
@@ -446,21 +435,24 @@ class Saved:
     Attributes:
         name: of messages.
         tensors: by the keys of `logical_state_dict`.
-        optimizers: param groups, and state that is no tensor by parameter (``"numbers"``), of each pipeline stage.
+        param_groups: of all optimizers; None: there is none.
+        numbers: optimizer state that is no tensor, by ``<parameter>.<state>``.
         balancer: `Balancer.state_dict`, or None.
     """
 
     name: str
     tensors: Mapping[str, TensorSpec]
-    optimizers: Sequence[Mapping[str, Any]] = ()
+    param_groups: Sequence[Mapping[str, Any]] | None = None
+    numbers: Mapping[str, Any] = MappingProxyType({})
     balancer: Mapping[str, Any] | None = None
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
-        """Write the saved values into live tensors, an expert at a time."""
+        """Write the saved values into live tensors, an expert at a time, cast to their dtypes."""
         for entry in entries:
             for offsets, block in view.blocks_of(entry):
-                self.read_block(entry.key, offsets, block)
+                inside = tuple(slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True))
+                block.copy_(self.read(entry.key, inside))
 
-    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
+    def read(self, key: str, inside: tuple[slice, ...]) -> Tensor:
+        """Return a block of a tensor; of one expert also without its dimension."""
         raise NotImplementedError

@@ -299,7 +299,6 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "has no optimizer: load it with optimizer=None": lambda: load(tmp_path / "good", model, optimizer),
         "schedule is a builtin_function_or_method, which JSON": lambda: save(tmp_path / "odd", model, odd_option),
         "format='torch' is unknown": lambda: save(tmp_path / "x", model, format="torch"),
-        "async_save writes no format='dcp'": lambda: eplb.checkpoint.async_save(tmp_path / "z", model, format="dcp"),
         "complex.weight.momentum: safetensors has no torch.complex128": lambda: save(tmp_path / "y", odd, odd_dtype),
         "has a model.safetensors, which would be read": lambda: save(tmp_path / "weights", model),
         "file was not saved: rank 0: FileExistsError": lambda: save(tmp_path / "file", model, format="dcp"),
