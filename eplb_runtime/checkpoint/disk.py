@@ -32,7 +32,7 @@ from ..utils.checksums import as_bytes
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
 from ..utils.text import one_line
 from . import dcp
-from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of
+from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, stretch, value_of
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -55,6 +55,8 @@ _MOST_BYTES = 1 << 30
 Format = Literal["safetensors", "dcp"]
 Named = tuple[str, str, Tensor]
 """Part, name and values of a stored tensor."""
+Sealed = tuple[int, str, Sequence[str]]
+"""Size and checksum of a file, and names of the tensors in it."""
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
@@ -187,25 +189,16 @@ def _tensors_of_rank(
 
 
 def _to_json(value: Any, name: str) -> Any:
-    """An option as `json.dumps` takes it; `_from_json` is the way back."""
-    if isinstance(value, Tensor):
-        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    plain = list(value) if isinstance(value, tuple) else value
+    """An option as `json.dumps` takes it: of tensors and tuples the numbers."""
+    plain = value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
     try:
-        retained = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
+        retained = json.loads(json.dumps(plain)) == plain
     except (TypeError, ValueError):
         retained = False
     if not retained:
         kind = type(value).__name__
         raise CheckpointError(f"the optimizer's {name} is a {kind}, which JSON does not keep: save with format='dcp'")
-    return value
-
-
-def _from_json(value: dict[str, Any]) -> Any:
-    """Of `json.loads`: the tensor that a dictionary describes, or the dictionary."""
-    if value.keys() != {"tensor", "dtype"}:
-        return value
-    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return plain
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -214,10 +207,13 @@ def _from_json(value: dict[str, Any]) -> Any:
 @torch.no_grad()
 def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: Any) -> None:
     problem, token = f"{folder} was not saved", access.new_token()
+
+    def written() -> dict[str, Sealed]:
+        files = write_tensors(folder, access.number, token, tensors)
+        return {name: _sealed(folder / name, names) for name, names in files.items()}
+
     try:
-        files = access.together(
-            problem, lambda: _seals_of(folder, write_tensors(folder, access.number, token, tensors))
-        )
+        files = access.together(problem, written)
         of_ranks, stages = access.gather(files), [one for one in access.gather(numbers) if one is not None]
     except BaseException:
         remove(folder, f"*-{access.number:05d}-*-{token}.*")
@@ -228,8 +224,8 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
         "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
         "balancer": stages[0]["balancer"],
     }
-    seals = {name: tuple(known) for one in of_ranks for name, known in one.items()}
-    access.on_first(problem, lambda: _publish(folder, view, token, seals, of_all))
+    files = {name: known for one in of_ranks for name, known in one.items()}
+    access.on_first(problem, lambda: _publish(folder, view, token, files, of_all))
 
 
 def write_tensors(
@@ -284,7 +280,7 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _publish(
-    folder: Path, view: LogicalView, token: str, files: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any]
+    folder: Path, view: LogicalView, token: str, files: Mapping[str, Sealed], numbers: Mapping[str, Any]
 ) -> None:
     """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one."""
     path = folder / f"numbers-{token}.json"
@@ -297,7 +293,7 @@ def _publish(
         write_file(path, json.dumps(numbers))
         if view.folders is not None:
             view.folders.describe(view, folder)
-        sealed: dict[str, Any] = {**files, **_seals_of(folder, [path.name])}
+        sealed = {name: known[:2] for name, known in {**files, path.name: _sealed(path)}.items()}
         sealed |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
         remove(folder, f"*-{token}.*")
@@ -311,35 +307,26 @@ def _publish(
         remove(folder, pattern, sealed)
 
 
-def _indexes(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, bytes]:
+def _indexes(folder: Path, files: Mapping[str, Sealed]) -> dict[str, bytes]:
     """Hugging Face's index of each part, by the name of its file."""
-    maps: dict[str, dict[str, str]] = defaultdict(dict)
-    nbytes: dict[str, int] = defaultdict(int)
-    for file, (size, _) in sorted(files.items()):
-        part = file.partition("-")[0]
-        nbytes[part] += size
-        with _opened(folder / file) as opened:
-            for name in opened.keys():  # noqa: SIM118
-                other = maps[part].setdefault(name, file)
-                if other == file:
-                    continue
-                with _opened(folder / other) as same:
-                    if not torch.equal(as_bytes(same.get_tensor(name)), as_bytes(opened.get_tensor(name))):
-                        raise CheckpointError(
-                            f"{folder}: ranks have different tensors under the name {name}: pipeline stages need names "
-                            "of their own"
-                        )
-    return {
-        INDEX.format(part): json.dumps(
-            {"metadata": {"total_size": nbytes[part]}, "weight_map": weight_map}, indent=2, sort_keys=True
-        ).encode()
-        for part, weight_map in maps.items()
-    }
+    indexes: dict[str, Any] = defaultdict(lambda: {"metadata": {"total_size": 0}, "weight_map": {}})
+    for file, (size, _, names) in sorted(files.items()):
+        index = indexes[INDEX.format(file.partition("-")[0])]
+        index["metadata"]["total_size"] += size
+        for name in names:
+            other = index["weight_map"].setdefault(name, file)
+            if other != file and not torch.equal(
+                *(as_bytes(_opened(folder / f).get_tensor(name)) for f in (other, file))
+            ):
+                raise CheckpointError(
+                    f"{folder}: ranks have different tensors under the name {name}: pipeline stages need names of "
+                    "their own"
+                )
+    return {file: json.dumps(index, indent=2, sort_keys=True).encode() for file, index in indexes.items()}
 
 
-def _seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file."""
-    return {name: ((folder / name).stat().st_size, file_checksum(folder / name)) for name in files}
+def _sealed(path: Path, names: Sequence[str] = ()) -> Sealed:
+    return path.stat().st_size, file_checksum(path), names
 
 
 def file_checksum(path: Path) -> str:
@@ -430,28 +417,25 @@ class TensorFiles(Saved):
     def _slice(self, key: str, name: str) -> Any:
         return self._files[key.partition(".")[0], name].get_slice(name)
 
-    def read(self, key: str, inside: tuple[slice, ...]) -> Tensor:
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         stored = self._layout[key]
-        expert, inside = (inside[0].start, inside[1:]) if stored.experts else (0, inside)
-        parts = [self._slice(key, name) for name in stored.names_of(expert)]
-        found: Tensor = torch.cat([part[:] for part in parts], stored.dim)[inside] if parts[1:] else parts[0][inside]
-        return found
+        first, at = (offsets[0], offsets[1:]) if stored.experts else (0, offsets)
+        for expert, one in enumerate(block if stored.experts else [block], first):
+            parts, inside = [self._slice(key, name) for name in stored.names_of(expert)], stretch(at, one)
+            one.copy_(torch.cat([part[:] for part in parts], stored.dim)[inside] if parts[1:] else parts[0][inside])
 
 
 def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple[str, str], Any]:
     """Open safetensors files; returns that of each tensor, by part (empty: as our files' names say) and name."""
-    found: dict[tuple[str, str], Any] = {}
-    for file in files:
-        opened = _opened(folder / file)
-        found.update({(part or file.partition("-")[0], name): opened for name in opened.keys()})  # noqa: SIM118
-    return found
+    opened = {file: _opened(folder / file) for file in files}
+    return {(part or file.partition("-")[0], name): of for file, of in opened.items() for name in of.keys()}  # noqa: SIM118
 
 
 def opened(folder: Path, access: JointAccess) -> Saved:
     """Open a folder for reading, of which this rank has compared its share of all checksums."""
     marker = read_marker(folder)
     _verify(folder, marker, access)
-    numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=_from_json)
+    numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text())
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
     layout = {key: Stored(**stored) for key, stored in numbers["layout"].items()}
     unnamed = set(files)

@@ -3,7 +3,7 @@ state in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..utils.text import one_line
 from . import dcp, disk
-from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, TensorSpec, warn_of_left_out
+from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, TensorSpec, stretch, warn_of_left_out
 
 
 @torch.no_grad()
@@ -73,10 +73,10 @@ class _InMemory(Saved):
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
-        self.tensors = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
+        self.tensors = {key: TensorSpec.of(tensor) for key, tensor in state.items()}
 
-    def read(self, key: str, inside: tuple[slice, ...]) -> Tensor:
-        return self._state[key][inside]
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        block.copy_(self._state[key][stretch(offsets, block)])
 
 
 # -- folders of the host's framework -----------------------------------------------------------------------------------
@@ -130,7 +130,9 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
     unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
     if unknown and not view.in_stages:
         raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
-    view.warn_of_registered(key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra."))
+    if not view.in_stages:
+        left = {key.removeprefix("extra.") for key in saved.tensors.keys() - known.keys() if key.startswith("extra.")}
+        warn_of_left_out("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", left)
     states = _states(view, saved) if view.optimizers else {}
     of_states = [entry for name, state in states.items() for entry in view.state_entries(name, state)]
     for entry in (*known.values(), *of_states):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
-from ..distributed.consensus import first_problem, gather_json
+from ..distributed.consensus import barrier, gather_json
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.registry import MARK
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
@@ -42,6 +42,10 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -135,8 +139,7 @@ class LogicalView:
 
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
-        if self.balancer is None:
-            raise ValueError("the model is not attached, so no expert is spread")
+        assert self.balancer is not None
         return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
     @property
@@ -230,8 +233,8 @@ class LogicalView:
         """Write what `options_of` gave."""
         for live, new in zip(self.param_groups, options, strict=True):
             for option, value in new.items():
-                if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
-                    live[option].copy_(value)
+                if isinstance(live.get(option), Tensor) and value is not None:
+                    live[option].copy_(torch.as_tensor(value))
                 else:
                     live[option] = tuple(value) if isinstance(live.get(option), tuple) else value
 
@@ -244,24 +247,18 @@ class LogicalView:
         freed = (one.key for one in self.entries() if not has_memory(one.tensor))
         problem = of_experts or next((f"{key}: its memory is freed: load it first" for key in freed), "")
         problem = problem or (why_merged(self.model) if merged_too else "")
+        error = CheckpointError(f"{what}: {problem}") if problem else None
         if self.balancer is not None:
-            if not patient:
-                self.balancer.runtime.barrier(what)
-            runtime = self.balancer.runtime
-            problem = first_problem(problem, runtime.groups.everyone, runtime.device)
-        if problem:
-            raise CheckpointError(f"{what}: {problem}")
+            ranks, seconds = self.balancer.runtime.job.ranks, self.balancer.config.timeout_seconds
+            if cause := barrier(ranks, what, seconds, error, patient=patient):
+                raise CheckpointError(cause)
+        if error is not None:
+            raise error
 
     def weights_changed(self) -> None:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
             self.balancer.weights_changed()
-
-    def warn_of_registered(self, saved: Iterable[str]) -> None:
-        """Name tensors that were registered when a checkpoint was saved, and are not now."""
-        if not self.in_stages:
-            left = set(saved) - {entry.name for entry in self.entries("extra")}
-            warn_of_left_out("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", left)
 
     def restore_placement(self, saved: Mapping[str, Any] | None) -> None:
         """Migrate to a saved placement if it fits. Collective."""
@@ -447,12 +444,16 @@ class Saved:
     balancer: Mapping[str, Any] | None = None
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
-        """Write the saved values into live tensors, an expert at a time, cast to their dtypes."""
+        """Write the saved values into live tensors, an expert at a time."""
         for entry in entries:
             for offsets, block in view.blocks_of(entry):
-                inside = tuple(slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True))
-                block.copy_(self.read(entry.key, inside))
+                self.read_block(entry.key, offsets, block)
 
-    def read(self, key: str, inside: tuple[slice, ...]) -> Tensor:
-        """Return a block of a tensor; of one expert also without its dimension."""
+    def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
+        """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
         raise NotImplementedError
+
+
+def stretch(offsets: Sequence[int], block: Tensor) -> tuple[slice, ...]:
+    """Where a block is in the whole tensor."""
+    return tuple(slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True))

@@ -9,6 +9,7 @@ others before they wait for its data.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -334,24 +335,17 @@ class LogicalTensors(TensorStream):
     """
 
     def __init__(self, tensors: TensorList, bucket_bytes: int, seconds: float) -> None:
-        self._tensors, self._seconds = tensors, seconds
-        self._buckets = tensors.buckets(bucket_bytes)
-        self._arrived: list[NamedTensor] = []
-        self._next, self._open, self._refusal = 0, True, ""
+        self._tensors, self._seconds, self._refusal = tensors, seconds, ""
+        self._left, self._arrived = deque(tensors.buckets(bucket_bytes)), deque[NamedTensor]()
         self.num_experts = tensors.num_experts
         self.experts = {name: (p.layer, p.expert) for p in tensors.pieces if p.layer is not None for name in p.made}
 
     def __next__(self) -> NamedTensor:
-        while self._open:
-            if self._arrived:
-                return self._arrived.pop(0)
-            if self._next == len(self._buckets):
-                self._end()
-            else:
-                self._arrived = self._bring(self._buckets[self._next])
-        if self._refusal:
-            raise ExportError(self._refusal)
-        raise StopIteration
+        while self._left and not self._arrived:
+            self._bring(self._left[0])
+        if self._arrived:
+            return self._arrived.popleft()
+        raise ExportError(self._refusal) if self._refusal else StopIteration
 
     def __del__(self) -> None:
         with suppress(Exception):
@@ -359,44 +353,43 @@ class LogicalTensors(TensorStream):
 
     def close(self, reason: str = "") -> None:
         """`TensorStream.close`."""
-        if not self._open:
-            return
-        self._end()
-        if reason:
+        tells = bool(self._left)
+        if reason and (tells or self._arrived):
             self._refusal = (
                 f"this stream of weights has ended: {reason}; begin a new one (a function begins it in time for "
                 "verify_export: lambda: balancer.named_logical_tensors())"
             )
-        if self._next < len(self._buckets):
+        self._left.clear()
+        self._arrived.clear()
+        if tells:
             seconds, control = self._seconds, self._tensors.balancer.rebalancer.control
             control.broadcast_notice(lambda agreement: agreement.go_on(reason, True, seconds))
 
-    def _end(self) -> None:
-        self._open, self._arrived = False, []
-
-    def _bring(self, bucket: Sequence[Row]) -> list[NamedTensor]:
+    def _bring(self, bucket: Sequence[Row]) -> None:
         """Fill a bucket, or raise what a rank has that stopped, failed or has not come. Collective."""
         tensors, seconds = self._tensors, self._seconds
         begun: Tensors = ({}, {})
+        cause = None
         try:
             if not (problem := tensors.problem()):
                 begun = tensors.begin(bucket)
         except Exception as error:
             problem = one_line(error, with_type=True)
-        failed = f"weights were not exported past bucket {self._next + 1} of {len(self._buckets)}: "
         try:
-            outcome = tensors.balancer.rebalancer.run(lambda _, all_: all_.go_on(problem, False, seconds), seconds)
+            problem = tensors.balancer.rebalancer.run(lambda _, all_: all_.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:
-            self._end()
-            raise ExportError(
-                f"{failed}a rank did not come within {seconds:g} s, or is lost ({one_line(error)}); where a consumer "
-                "needs longer for a bucket, give timeout_seconds"
-            ) from error
-        if outcome:
-            self._end()
-            raise ExportError(failed + outcome)
-        self._next += 1
-        return tensors.end(bucket, begun)
+            cause, problem = (
+                error,
+                (
+                    f"a rank did not come within {seconds:g} s, or is lost ({one_line(error)}); where a consumer needs "
+                    "longer for a bucket, give timeout_seconds"
+                ),
+            )
+        if problem:
+            self._left.clear()
+            raise ExportError(f"weights were not exported to their end: {problem}") from cause
+        self._left.popleft()
+        self._arrived.extend(tensors.end(bucket, begun))
 
 
 # -- exports of a balancer -------------------------------------------------------------------------------------------
@@ -415,19 +408,12 @@ class Exporter:
 
     def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
         """`Balancer.named_logical_tensors`."""
-        ranks, problem = self.balancer.runtime.job.ranks, ""
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            problem = f"bucket_bytes is {bucket_bytes!r}: give a whole number of bytes from 1 on"
-        if rank is not None and rank not in ranks:
-            problem = f"rank is {rank!r}: give a rank of the job ({ranks[0]} to {ranks[-1]}), or None for all"
-        tensors = self._listed(dtype, rank, repr((bucket_bytes, dtype, rank, seconds)), problem)
-        return LogicalTensors(tensors, bucket_bytes, seconds)
+        return LogicalTensors(self._listed(dtype, rank, bucket_bytes, seconds), bucket_bytes, seconds)
 
     @torch.no_grad()
     def verify(self, given: object, dtype: torch.dtype | None, seconds: float) -> str:
         """`Balancer.verify_export`: what is given is compared with a stream, by a checksum for each tensor."""
-        is_stream = isinstance(given, LogicalTensors)
-        tensors = self._listed(dtype, None, f"{dtype}{', a stream' if is_stream else ''}", "")
+        tensors = self._listed(dtype, None, isinstance(given, LogicalTensors))
         specs = tensors.specs
         theirs, problem = _given(specs, given, self.balancer.runtime.device)
         if problem and isinstance(given, LogicalTensors):
@@ -452,17 +438,20 @@ class Exporter:
             raise ExportError(f"verify_export: experts that no rank has given: {_first(missing)}")
         return f"{sum(map(bool, outcome))} tensors are equal to the model's, all experts among them"
 
-    def _listed(self, dtype: torch.dtype | None, rank: int | None, options: str, problem: str) -> TensorList:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            problem, dtype = f"dtype is {dtype!r}: give one of floating point, or None", None
-        tensors = TensorList(self.balancer, {}, rank, dtype)
-        try:
-            problem = problem or self.balancer.tensors.memory.why_freed()  # a list of empty weights fails otherwise
+    def _listed(self, dtype: torch.dtype | None, rank: int | None, *options: object) -> TensorList:
+        ranks, problem = self.balancer.runtime.job.ranks, self.balancer.tensors.memory.why_freed()
+        if rank not in (None, *ranks):
+            problem = f"rank is {rank!r}: give a rank of the job ({ranks[0]} to {ranks[-1]}), or None for all"
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            problem = f"dtype is {dtype!r}: give one of floating point, or None"
+        tensors = TensorList(self.balancer, {})
+        try:  # also with a problem: some ranks meet in it
             weights = {stage: listed() for stage, listed in self.weights_of_stages.items()}
             tensors = TensorList(self.balancer, weights, rank, dtype)
         except Exception as error:
             problem = problem or one_line(error, with_type=True)
-        if found := self.balancer.rebalancer.run(lambda group, _: tensors.agree(options, problem, group)):
+        chosen = repr((dtype, rank, options))
+        if found := self.balancer.rebalancer.run(lambda group, _: tensors.agree(chosen, problem, group)):
             raise ExportError(f"weights cannot be exported: {found}")
         return tensors
 
@@ -479,7 +468,7 @@ def _given(specs: Mapping[str, TensorSpec], given: object, device: torch.device)
         for name, tensor in found.items() if isinstance(found, Mapping) else found:
             if (spec := specs.get(name)) is None:
                 return theirs, f"verify_export was given {name}, and the model has no tensor of that name"
-            if TensorSpec(tuple(tensor.shape), tensor.dtype) != spec:
+            if TensorSpec.of(tensor) != spec:
                 was, kind = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)} (dtype= casts)"
                 return theirs, f"verify_export was given {name} as {was}; the model's is {kind}"
             theirs[name] = _checksum(tensor.to(device))
