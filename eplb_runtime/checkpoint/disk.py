@@ -1,8 +1,8 @@
 """Checkpoints as files that everybody can read: safetensors with Hugging Face's index, one tensor per expert.
 
-A folder has tensor files of each rank for three parts (model, optimizer, extra tensors), an index for each part,
-`numbers-*.json` for all that is no tensor, and `checkpoint.json`, which is written last and has size and checksum of
-every other file. File names are new in each save, so a save that ends early leaves the old checkpoint whole.
+A folder has tensor files of each rank for three parts (model, optimizer, extra tensors), an index for each part, and
+`checkpoint.json`, which is written last and has all that is no tensor, and size and checksum of every other file. File
+names are new in each save, so a save that ends early leaves the old checkpoint whole.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Save
 logger = logging.getLogger("eplb_runtime")
 
 MARKER = "checkpoint.json"
-FORMAT, VERSION = "eplb-runtime-checkpoint", 3
+FORMAT, VERSION = "eplb-runtime-checkpoint", 4
 PARTS, INDEX = ("model", "optimizer", "extra"), "{}.safetensors.index.json"
 _TOKEN = "[0-9a-f]" * 16
 _OURS = (
     *(f"{part}-?????-?????-{_TOKEN}.safetensors" for part in PARTS),
     *(INDEX.format(part) for part in PARTS),
-    f"numbers-{_TOKEN}.json",
     PARTIALS,
     ".tmp??????",  # what the library has begun stays where a process was killed
 )
@@ -128,40 +127,33 @@ def _content(folder: str | Path, view: LogicalView) -> tuple[JointAccess, Iterab
     ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
 
     def content() -> tuple[Iterable[Named], Any]:
-        layout, tied = _layout_of(view)
-        numbers = {
-            "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
-            "tied": tied,
-            "optimizer": view.numbers(_to_json),
-            "balancer": balancer,
-        }
+        layout, stored = _layout_of(view)
+        numbers = {"layout": layout, "optimizer": view.numbers(_to_json), "balancer": balancer}
         first = access.ranks[access.number] == ranks[0]
-        return _tensors_of_rank(view, layout, ranks), json.loads(json.dumps(numbers)) if first else None  # a copy
+        return _tensors_of_rank(view, stored, ranks), json.loads(json.dumps(numbers)) if first else None  # a copy
 
     return access, *access.together(f"{folder} was not saved", content)
 
 
-def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str, str]]:
-    """Return how each tensor is stored; and the keys of tied tensors, with the key that they are stored under.
+def _layout_of(view: LogicalView) -> tuple[dict[str, Any], list[tuple[Entry, Stored]]]:
+    """Return how tensors are stored by other names than their own; and all that are stored, tied ones once.
 
     Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
     number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
     """
     by_host = view.folders.names(view) if view.folders is not None else {}
-    layout: list[tuple[Entry, Stored]] = []
-    tied: dict[str, str] = {}
-    first: dict[tuple[str, int], str] = {}
+    found: dict[tuple[str, int], tuple[Entry, Stored]] = {}
+    layout: dict[str, Any] = {}
     for entry in list(view.entries()):  # alive together: no two have one id by chance
-        known = first.setdefault((entry.part, id(entry.tensor)), entry.key)
+        own, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
         stored = by_host.get(entry.name) if entry.part == "model" else None
-        if known != entry.key:
-            tied[entry.key] = known
-        else:
-            name, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
-            if entry.layer is not None:
-                name = f"{head}.*.{name.removeprefix(f'{head}.')}".removeprefix(".")
-            layout.append((entry, stored or Stored((name,), 0 if entry.layer is None else view.num_experts)))
-    return layout, tied
+        if stored is None and entry.layer is not None:
+            name = f"{head}.*.{own.removeprefix(f'{head}.')}".removeprefix(".")
+            stored = Stored((name,), view.num_experts)
+        _, stored = found.setdefault((entry.part, id(entry.tensor)), (entry, stored or Stored((own,))))
+        if stored.names != (own,):
+            layout[entry.key] = asdict(stored)
+    return layout, list(found.values())
 
 
 def _tensors_of_rank(
@@ -210,21 +202,20 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
 
     def written() -> dict[str, Sealed]:
         files = write_tensors(folder, access.number, token, tensors)
-        return {name: _sealed(folder / name, names) for name, names in files.items()}
+        return {name: ((folder / name).stat().st_size, _checksum(folder / name), of) for name, of in files.items()}
 
     try:
-        files = access.together(problem, written)
-        of_ranks, stages = access.gather(files), [one for one in access.gather(numbers) if one is not None]
+        of_ranks = access.gather((access.together(problem, written), numbers))
     except BaseException:
         remove(folder, f"*-{access.number:05d}-*-{token}.*")
         raise
+    stages = [stage for _, stage in of_ranks if stage is not None]
+    files = {name: known for of_rank, _ in of_ranks for name, known in of_rank.items()}
     of_all = {
         "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
-        "tied": {key: other for stage in stages for key, other in stage["tied"].items()},
         "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
         "balancer": stages[0]["balancer"],
     }
-    files = {name: known for one in of_ranks for name, known in one.items()}
     access.on_first(problem, lambda: _publish(folder, view, token, files, of_all))
 
 
@@ -283,26 +274,24 @@ def _publish(
     folder: Path, view: LogicalView, token: str, files: Mapping[str, Sealed], numbers: Mapping[str, Any]
 ) -> None:
     """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one."""
-    path = folder / f"numbers-{token}.json"
     try:
         if (folder / "model.safetensors").exists():
             raise CheckpointError(
                 f"{folder} has a model.safetensors, which would be read in its place: give another folder"
             )
         indexes = _indexes(folder, files)
-        write_file(path, json.dumps(numbers))
         if view.folders is not None:
             view.folders.describe(view, folder)
-        sealed = {name: known[:2] for name, known in {**files, path.name: _sealed(path)}.items()}
-        sealed |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
         remove(folder, f"*-{token}.*")
         raise
     # Between two of these, others read the new checkpoint and we the old one; both are whole.
     for name, data in indexes.items():
         write_file(folder / name, data)
-    marker = {"format": FORMAT, "version": VERSION, "save": token, "files": sealed}
-    write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
+    sealed = {name: known[:2] for name, known in files.items()}
+    sealed |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
+    marker = {"format": FORMAT, "version": VERSION, "save": token, "files": sealed, **numbers}
+    write_file(folder / MARKER, json.dumps({**marker, "checksum": checksum_of(marker)}))
     for pattern in _OURS:
         remove(folder, pattern, sealed)
 
@@ -325,11 +314,7 @@ def _indexes(folder: Path, files: Mapping[str, Sealed]) -> dict[str, bytes]:
     return {file: json.dumps(index, indent=2, sort_keys=True).encode() for file, index in indexes.items()}
 
 
-def _sealed(path: Path, names: Sequence[str] = ()) -> Sealed:
-    return path.stat().st_size, file_checksum(path), names
-
-
-def file_checksum(path: Path) -> str:
+def _checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
@@ -357,12 +342,12 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if kind != f"{FORMAT!r} of version {VERSION}":
         mend = f"this reads version {VERSION}: load it by the release that wrote it, and save it with format='dcp'"
         raise CheckpointError(f"{path} is {kind}; {mend}")
-    if own != _checksum_of(marker):
+    if own != checksum_of(marker):
         raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
     return marker
 
 
-def _checksum_of(marker: Mapping[str, Any]) -> str:
+def checksum_of(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
@@ -376,7 +361,7 @@ def _verify(folder: Path, marker: Mapping[str, Any], access: JointAccess) -> Non
         if mine != access.number or (".index." in name and _of_another_save(path, marker["save"])):
             continue
         try:
-            intact = path.stat().st_size == nbytes and file_checksum(path) == checksum
+            intact = path.stat().st_size == nbytes and _checksum(path) == checksum
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not intact:
@@ -435,20 +420,18 @@ def opened(folder: Path, access: JointAccess) -> Saved:
     """Open a folder for reading, of which this rank has compared its share of all checksums."""
     marker = read_marker(folder)
     _verify(folder, marker, access)
-    numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text())
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
-    layout = {key: Stored(**stored) for key, stored in numbers["layout"].items()}
+    layout = {key: Stored(**stored) for key, stored in marker["layout"].items()}
     unnamed = set(files)
     for key, stored in layout.items():
         if not 0 <= stored.experts <= len(files):
             raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
         unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of())
-    layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
-    saved = TensorFiles(str(folder), files, layout | {key: layout[other] for key, other in numbers["tied"].items()})
-    states = [state for one in numbers["optimizers"] for state in one["numbers"].items()]
+    saved = TensorFiles(str(folder), files, layout | {f"{part}.{name}": Stored((name,)) for part, name in unnamed})
+    states = [state for one in marker["optimizers"] for state in one["numbers"].items()]
     saved.numbers = {f"{name}.{key}": value for name, of in states for key, value in of.items()}
-    saved.param_groups = [group for one in numbers["optimizers"] for group in one["param_groups"]] or None
-    saved.balancer = numbers["balancer"]
+    saved.param_groups = [group for one in marker["optimizers"] for group in one["param_groups"]] or None
+    saved.balancer = marker["balancer"]
     return saved
 
 
