@@ -62,10 +62,14 @@ def record(
         RuntimeError: a rank did not come.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    recorder, problem, whole = None, None, nn.Module()
+    recorder, whole = None, nn.Module()
+    problem: Exception | None = None
     optimizer = unwrapped(optimizer)
     try:
-        whole = _one_model(model)
+        one = model[0] if isinstance(model, Sequence) and len(model) == 1 else model  # as Megatron's get_model gives it
+        if not isinstance(one, nn.Module):
+            raise AttachError(f"a {type(one).__name__} is no model: record one torch.nn.Module into each folder")
+        whole = one.module if isinstance(one, nn.parallel.DistributedDataParallel) else one
         if interval < 1:
             raise AttachError(f"interval={interval}: give at least 1")
         if not isinstance(optimizer, torch.optim.Optimizer | None):
@@ -78,7 +82,11 @@ def record(
         if len(sizes) != 1:
             raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
         if alone or dist.get_rank() == 0:
-            recorder = _recorder(Path(run), len(found.layers), max(sizes), _job(found, interval))
+            recorder = Recorder(Path(run), len(found.layers), max(sizes), _job(found, interval))
+    except FileError as error:
+        problem = AttachError(str(error))
+    except OSError as error:
+        problem = AttachError(f"{run} cannot be written to: {error.strerror or error}")
     except Exception as error:
         problem = error
     group = None
@@ -114,14 +122,6 @@ def record(
     return recording
 
 
-def _one_model(given: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The model to watch, also from the list of one that Megatron's ``get_model`` gives."""
-    model = given[0] if isinstance(given, Sequence) and len(given) == 1 else given
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"a {type(model).__name__} is no model: record one torch.nn.Module into each folder")
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def _job(found: WatchedModel, interval: int) -> RecordedJob:
     """What is known of the job before its first step."""
     layers = found.layers
@@ -154,15 +154,6 @@ def _optimizer_bytes(layers: Sequence[WatchedLayer], optimizer: torch.optim.Opti
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _recorder(run: Path, num_layers: int, num_experts: int, job: RecordedJob) -> Recorder:
-    try:
-        return Recorder(run, num_layers, num_experts, job)
-    except FileError as error:
-        raise AttachError(str(error)) from None
-    except OSError as error:
-        raise AttachError(f"{run} cannot be written to: {error.strerror or error}") from None
 
 
 def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:

@@ -8,7 +8,7 @@ in one pair of matrices: ``lora_A [E*r, in]`` and ``lora_B [out, r*E]``. Here th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,22 @@ MERGE = (
 )
 
 
+DELETE = (
+    "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was not "
+    "attached"
+)
+BY_EXPERT: Mapping[str, Callable[[int, Tensor], Tensor]] = {
+    "lora_A": lambda experts, matrix: matrix.view(experts, -1, matrix.shape[1]),
+    "lora_B": lambda experts, matrix: matrix.view(matrix.shape[0], -1, experts).permute(2, 0, 1),
+}
+"""PEFT's ``[E*r, in]`` as ``[E, r, in]``, and its ``[out, r*E]`` as ``[E, out, r]``: views."""
+OF_PEFT: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "lora_A": lambda stack: stack.flatten(0, 1),
+    "lora_B": lambda stack: stack.permute(1, 2, 0).flatten(1),
+}
+"""The way back."""
+
+
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """LoRA on one matrix: PEFT's wrapper, its path within the outermost one, and the adapter's name."""
@@ -43,14 +59,14 @@ class LowRank:
         return str(self.wrapper.parameter_name)
 
     @property
-    def names(self) -> tuple[str, str]:
-        """Of its two tensors, within the outermost wrapper."""
-        return f"{self.path}lora_A.{self.adapter}.weight", f"{self.path}lora_B.{self.adapter}.weight"
+    def kinds(self) -> dict[str, str]:
+        """``lora_A`` and ``lora_B``, by the names of the tensors within the outermost wrapper."""
+        return {f"{self.path}{kind}.{self.adapter}.weight": kind for kind in BY_EXPERT}
 
-    @property
-    def linears(self) -> tuple[nn.Module, nn.Module]:
-        """The modules that hold them."""
-        return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
+    def linear(self, kind: str) -> nn.Module:
+        """Return the module that holds the tensor."""
+        found: nn.Module = getattr(self.wrapper, kind)[self.adapter]
+        return found
 
     @property
     def is_on(self) -> bool:
@@ -68,35 +84,10 @@ class AdaptedExperts:
     low_rank: tuple[LowRank, ...]
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the adapters' tensors within the outermost wrapper: each pair, in the order of ``low_rank``."""
-        return tuple(name for one in self.low_rank for name in one.names)
-
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """How PEFT's tensors are seen as ``[E, ...]``."""
+        """How PEFT's tensors are seen as ``[E, ...]``: each pair, in the order of ``low_rank``."""
         experts: Any = self.experts.num_experts
-        ways = [partial(way, experts) for way in (a_by_expert, b_by_expert)]
-        return dict(zip(self.parameters, ways * len(self.low_rank), strict=True))
-
-
-def a_by_expert(experts: int, matrix: Tensor) -> Tensor:
-    """``[E*r, in] -> [E, r, in]``, a view."""
-    return matrix.view(experts, -1, matrix.shape[1])
-
-
-def b_by_expert(experts: int, matrix: Tensor) -> Tensor:
-    """``[out, r*E] -> [E, out, r]``, a view."""
-    return matrix.view(matrix.shape[0], -1, experts).permute(2, 0, 1)
-
-
-def a_of_peft(stack: Tensor) -> Tensor:
-    """``[E, r, in] -> [E*r, in]``."""
-    return stack.reshape(-1, stack.shape[2])
-
-
-def b_of_peft(stack: Tensor) -> Tensor:
-    """``[E, out, r] -> [out, r*E]``."""
-    return stack.permute(1, 2, 0).reshape(stack.shape[1], -1)
+        return {name: partial(BY_EXPERT[kind], experts) for one in self.low_rank for name, kind in one.kinds.items()}
 
 
 # -- finding them ------------------------------------------------------------------------------------------------------
@@ -153,24 +144,22 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
             "delete_adapter the others, or merge them first"
         )
     (adapter,) = wrapper.lora_A
-    if wrapper.merged:
-        raise AttachError(f"{where} is merged into the experts: unmerge_adapter() before attach")
-    odd = {
-        "DoRA or another variant": bool(wrapper.lora_variant) or bool(wrapper.use_dora.get(adapter)),
-        "dropout": not isinstance(wrapper.lora_dropout[adapter], nn.Identity),
-        "a bias": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
-    }
-    if wrong := [what for what, is_so in odd.items() if is_so]:
-        raise AttachError(f"{where} has {' and '.join(wrong)}, which this release cannot split by expert: leave it out")
-    one = LowRank(wrapper, path, adapter)
-    matrix = getattr(experts, one.matrix)
-    if matrix.ndim != 3:
-        raise AttachError(
-            f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
-            "target the experts' matrices alone"
-        )
-    if any(isinstance(linear.weight, DTensor) for linear in one.linears):
-        raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
+    one, matrix = LowRank(wrapper, path, adapter), getattr(experts, wrapper.parameter_name)
+    is_variant = bool(wrapper.lora_variant) or bool(wrapper.use_dora.get(adapter))
+    left_out = ", which this release cannot split by expert: leave it out"
+    for problem, is_so in {
+        "is merged into the experts: unmerge_adapter() before attach": wrapper.merged,
+        f"has DoRA or another variant{left_out}": is_variant,
+        f"has dropout{left_out}": not isinstance(wrapper.lora_dropout[adapter], nn.Identity),
+        f"has a bias{left_out}": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
+        f"of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: target the "
+        "experts' matrices alone": matrix.ndim != 3,
+        "is sliced by fully_shard: leave experts with adapters out of it (ignored_params)": any(
+            isinstance(one.linear(kind).weight, DTensor) for kind in BY_EXPERT
+        ),
+    }.items():
+        if is_so:
+            raise AttachError(f"{where} {problem}")
     return one
 
 
@@ -179,37 +168,23 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     """Let PEFT save and load adapters of experts that are spread; refuse what would be wrong without a word."""
-    of_peft: dict[str, Callable[[Tensor], Tensor]] = {}
+    kinds: dict[str, str] = {}
     for layer, adapted in layers:
-        views = adapted.by_expert()
         late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
         for one in adapted.low_rank:
             object.__setattr__(one.wrapper, "update_layer", refusing(late))
-            for name, linear, back in zip(one.names, one.linears, (a_of_peft, b_of_peft), strict=True):
+            for name, kind in one.kinds.items():
                 full = f"{layer.name}.{name}"
-                of_peft[full] = back
-                linear._register_load_state_dict_pre_hook(partial(_take_own, model, full, views[name]))
-    on_experts = {one.adapter for _, adapted in layers for one in adapted.low_rank}
+                kinds[full] = kind
+                one.linear(kind)._register_load_state_dict_pre_hook(partial(_take_own, model, full, kind))
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
-            for name in ("_unload_and_optionally_merge", "merge_adapter"):
-                object.__setattr__(module, name, refusing(MERGE))
-            object.__setattr__(module, "delete_adapter", partial(_delete, module.delete_adapter, on_experts))
-    _save_together(model, of_peft)
+            for name in ("_unload_and_optionally_merge", "merge_adapter", "delete_adapter"):
+                object.__setattr__(module, name, refusing(DELETE if name == "delete_adapter" else MERGE))
+    _save_together(model, kinds)
 
 
-def _delete(own: Any, on_experts: Collection[str], adapter_name: str) -> None:
-    if adapter_name in on_experts:
-        raise AttachError(
-            "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was "
-            "not attached"
-        )
-    own(adapter_name)
-
-
-def _take_own(
-    model: nn.Module, name: str, by_expert: Callable[[Tensor], Tensor], state: dict[str, Any], prefix: str, *_: Any
-) -> None:
+def _take_own(model: nn.Module, name: str, kind: str, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take this rank's experts of an adapter's tensor where it is loaded in PEFT's layout."""
     view, whole = LogicalView(model), state.get(f"{prefix}weight")
     index = view.layer_of(name)
@@ -217,15 +192,15 @@ def _take_own(
         return
     if whole.numel() == view.num_experts * view.parameters[name][0].numel():  # else torch says that shapes differ
         here = torch.tensor(view.experts_here(index), device=whole.device)
-        state[f"{prefix}weight"] = by_expert(whole)[here].contiguous()
+        state[f"{prefix}weight"] = BY_EXPERT[kind](view.num_experts, whole)[here].contiguous()
 
 
-def _save_together(model: nn.Module, of_peft: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
-    load: Any = saver.load_adapter
     own: Any = saver.save_pretrained
+    load: Any = saver.load_adapter
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
         """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
@@ -238,10 +213,10 @@ def _save_together(model: nn.Module, of_peft: Mapping[str, Callable[[Tensor], Te
         state = detached_state(saver.state_dict)
         assert view.balancer is not None
         failed = f"{save_directory} was not written"
-        weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in of_peft]
+        weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in kinds]
         tensors = TensorList(view.balancer, {view.balancer.runtime.job.stages[0]: weights}, live=True)
         for name, stack in brought(tensors, joint, failed):
-            state[name.removeprefix(prefix)] = of_peft[name](stack)
+            state[name.removeprefix(prefix)] = OF_PEFT[kinds[name]](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
         joint.on_first(failed, write)
 
