@@ -56,15 +56,12 @@ def attach(
         schedule: made of `PipelineStage`\\ s with ``input_args`` and ``output_args``.
         optimizers: one, or several that step once each after ``schedule.step``; None: only ``schedule.eval``.
         layers: for modules of your own, the MoE layers of each stage, in the order of the stages' numbers.
-        config: settings, the same on every rank.
-        ep_group: ranks among which the experts of these stages are spread, all of which hold them; None: all ranks that
-            hold them.
+        config, ep_group: as there; None: all ranks that hold these stages.
         ranks: what `ranks_of` gives, changed: for a job that is not the world, or another divisor of gradients; in the
             place of ``ep_group``.
 
     Raises:
-        AttachError: as ``eplb_runtime.attach``; or a stage's shapes are not static, or gradients would not reach the
-            stage before.
+        AttachError: as there; or a stage's shapes are not static, or no gradients would reach the stage before.
     """
     chosen, both = (ranks_of(schedule, ep_group), None) if ranks is None else (ranks, ep_group)
     models = (_checked(stage, schedule._has_backward) for stage in stages_of(schedule))

@@ -29,7 +29,6 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
     from .transformers.adapters import adapted_experts, is_saved_with_adapters
-    from .transformers.describe import follows_experts_interface
     from .transformers.settings import refusals
 except ImportError as error:
     raise ImportError(
@@ -323,7 +322,7 @@ def _refuse(trainer: Any) -> None:
     accelerate = {"distributed_type": trainer.accelerator.distributed_type.value}
     for one in refusals({**accelerate, "parallelism_config": parallel if spreads else None}):
         raise AttachError(f"BalancedTrainer does not run with {one}")
-    if args.save_on_each_node and any(adapted_experts(trainer.model, follows_experts_interface)):
+    if args.save_on_each_node and any(adapted_experts(trainer.model)):
         raise AttachError(
             "BalancedTrainer does not take save_on_each_node with adapters of experts: the job's first rank alone "
             "writes them, so give a folder that all nodes see"

@@ -127,9 +127,7 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     run = Run(rank, static(job(layers=2, model=partial(with_lora, target_parameters=[])))).attach()
     with heard() as warned:
         run.model.save_pretrained(folder / f"attention {rank}")
-        saved = len(warned)
-        run.model.state_dict()
-    found["warned"] = [["state_dict()" in line for line in lines] for lines in (warned[:saved], warned[saved:])]
+    found["warned"] = list(warned)
     run.balancer.close()
     model = runs["moved"].model.eval()
     logical = eplb.logical_state_dict(model)
@@ -193,7 +191,7 @@ def test_peft_saves_loads_and_disables_them(tmp_path: Path) -> None:
     close = {"abs": 1e-6}
     for found in run_ranks(RANKS, used, tmp_path):
         assert found["gathered everywhere"] == []
-        assert found["warned"] == [[], [True]], "by its state dict, and not by a save"
+        assert found["warned"] == [], "experts are frozen"
         assert found["moved"] and found["merged after moves"] == [] and found["loaded"] == []
         disabled, base, adapted = found["disabled"]
         assert disabled == pytest.approx(base, **close) and abs(adapted - base) > 1e-3

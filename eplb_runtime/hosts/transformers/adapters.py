@@ -93,7 +93,12 @@ class AdaptedExperts:
 # -- finding them ------------------------------------------------------------------------------------------------------
 
 
-def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
+def follows_experts_interface(experts: nn.Module) -> bool:
+    """Return whether the library's ``use_experts_implementation`` decorator made this module's class."""
+    return all(hasattr(experts, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
+
+
+def adapted_experts(model: nn.Module) -> Iterator[tuple[str, AdaptedExperts]]:
     """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
     seen: set[int] = set()
     for name, outer in model.named_modules():
@@ -101,7 +106,7 @@ def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -
         while isinstance(inner := getattr(experts, "base_layer", None), nn.Module):
             wrappers.append((path, experts))
             experts, path = inner, f"{path}base_layer."
-        if not wrappers or id(experts) in seen or not is_experts(experts):
+        if not wrappers or id(experts) in seen or not follows_experts_interface(experts):
             continue
         seen.add(id(experts))  # the wrappers inside come later
         if spread_of(experts) is not None:
@@ -210,7 +215,8 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
         view = LogicalView(model)
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
-        state = detached_state(saver.state_dict)
+        live = saver.state_dict(keep_vars=True)
+        state = {key: value.detach() if isinstance(value, Tensor) else value for key, value in live.items()}
         assert view.balancer is not None
         failed = f"{save_directory} was not written"
         weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in kinds]
@@ -232,13 +238,6 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
 
     object.__setattr__(saver, "save_pretrained", save_pretrained)
     object.__setattr__(saver, "load_adapter", load_adapter)
-
-
-def detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and there is no warning that
-    it is in part."""
-    state = state_dict(keep_vars=True)
-    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def is_saved_with_adapters(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from .. import module
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedModel, refusing, spread_of
 from ..module import MoE
 from . import folders
-from .adapters import AdaptedExperts, adapted_experts, detached_state, follow, peft_model
+from .adapters import AdaptedExperts, adapted_experts, follow, follows_experts_interface, is_saved_with_adapters
 from .compute import RowCompute
 
 _PART = (
@@ -41,7 +41,7 @@ def describe(model: nn.Module) -> HostModel:
         from .expert_parallel import describe_spread
 
         return describe_spread(model, _Padding(model))
-    adapted = dict(adapted_experts(model, follows_experts_interface))
+    adapted = dict(adapted_experts(model))
     inside = {id(one.experts) for one in adapted.values()}
     layers = tuple(
         _describe_layer(name, one, adapted.get(name))
@@ -69,11 +69,6 @@ def watched(model: nn.Module) -> WatchedModel:
     sizes: Any = [one.num_experts for one in experts.values()]
     layers = [replace(one, ep_size=one.num_experts // here) for one, here in zip(found, sizes, strict=True)]
     return WatchedModel(tuple(layers), padding.real_tokens, padding.watch)
-
-
-def follows_experts_interface(experts: nn.Module) -> bool:
-    """Return whether the library's ``use_experts_implementation`` decorator made this module's class."""
-    return all(hasattr(experts, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
 
 
 def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None) -> MoELayer:
@@ -123,11 +118,7 @@ def _save_together(
             object.__setattr__(inner, "save_pretrained", refusing(_PART))
     if adapted:
         follow(model, adapted)
-        return
-    if not isinstance(model, PreTrainedModel):
-        # PEFT's folders hold adapters, which are whole on every rank.
-        if (found := peft_model(model)) is not None:
-            object.__setattr__(found[1], "save_pretrained", partial(_save_adapters, found[1], found[1].save_pretrained))
+    if adapted or not isinstance(model, PreTrainedModel):
         return
     own = model.save_pretrained
 
@@ -135,18 +126,13 @@ def _save_together(
         """As the library's, in logical order. Collective: every rank calls it, whatever ``is_main_process`` is."""
         from ...checkpoint import export_pretrained
 
-        if getattr(model, "_hf_peft_config_loaded", False):
-            _save_adapters(model, own, save_directory, is_main_process=is_main_process, **options)
+        if is_saved_with_adapters(model):  # which are whole on every rank
+            own(save_directory, is_main_process=is_main_process, **options)
             return
         barrier("save_pretrained of an attached model")
         export_pretrained(model, save_directory, **options)
 
     object.__setattr__(model, "save_pretrained", save_pretrained)
-
-
-def _save_adapters(model: nn.Module, own: Any, *arguments: Any, **options: Any) -> None:
-    """Call a library's ``save_pretrained``, which writes adapters alone, without a warning of what is no whole."""
-    own(*arguments, **{**options, "state_dict": options.get("state_dict") or detached_state(model.state_dict)})
 
 
 class _Padding:
