@@ -147,12 +147,11 @@ class OverlappedForwardBackward:
         schedule = self._schedule
         compute_loss = schedule._maybe_compute_loss
         schedule._maybe_compute_loss = self._on_a_stream(compute_loss, lambda *a: (a[0].stage_index, a[3]))
-        for stage in stages_of(schedule):
-            # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
-            # accumulator keeps the stream that it was made on.
-            trained = [parameter for parameter in stage.submod.parameters() if parameter.requires_grad]
-            self._accumulators += [get_gradient_edge(parameter).node for parameter in trained]
-            number = stage.stage_index
+        # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
+        # accumulator keeps the stream that it was made on.
+        parameters = [parameter for stage in self._here.values() for parameter in stage.submod.parameters()]
+        self._accumulators = [get_gradient_edge(one).node for one in parameters if one.requires_grad]
+        for number, stage in self._here.items():
             stage.forward_one_chunk = self._on_a_stream(  # type: ignore[method-assign]
                 stage.forward_one_chunk, lambda micro_batch, *_, number=number: (number, micro_batch)
             )

@@ -126,7 +126,7 @@ def _job(found: WatchedModel, interval: int) -> RecordedJob:
     """What is known of the job before its first step."""
     layers = found.layers
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    weights = max((list(layer.experts.parameters()) for layer in layers), key=_nbytes)
+    weights = max((list(layer.experts.parameters()) for layer in layers), key=lambda of: sum(one.nbytes for one in of))
     here = layers[0].experts_here
     return RecordedJob(
         ranks=ranks,
@@ -135,7 +135,7 @@ def _job(found: WatchedModel, interval: int) -> RecordedJob:
         interval=interval,
         takes_no_replicas=int(not found.takes_replicas),
         expert_parameters=sum(weight.numel() for weight in weights) // max(1, here),
-        expert_bytes=_nbytes(weights) // max(1, here),
+        expert_bytes=sum(weight.nbytes for weight in weights) // max(1, here),
         dtype=str(weights[0].dtype).removeprefix("torch.") if weights else "",
         device=weights[0].device.type if weights else "",
     )
@@ -147,13 +147,9 @@ def _optimizer_bytes(layers: Sequence[WatchedLayer], optimizer: torch.optim.Opti
     def of_layer(layer: WatchedLayer) -> int:
         states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
         tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
-        return _nbytes(tensors) // max(1, layer.experts_here)
+        return sum(tensor.nbytes for tensor in tensors) // max(1, layer.experts_here)
 
     return max(map(of_layer, layers))
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:

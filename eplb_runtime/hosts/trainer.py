@@ -26,7 +26,7 @@ from .attaching.description import AttachError, unwrapped
 try:
     from transformers import PreTrainedModel, Trainer
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
     from .transformers.adapters import adapted_experts, is_saved_with_adapters
     from .transformers.settings import refusals
@@ -159,19 +159,6 @@ class BalancedTrainerMixin(_TrainerBase):
             logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's, where ranks have equally many batches: every forward is a meeting of all."""
-        if self.balancer is not None:
-            batches = self._of_ranks(len(dataloader) if has_length(dataloader) else 0)
-            if len(set(batches)) > 1 or (len(batches) > 1 and not self.accelerator.even_batches):
-                raise RuntimeError(
-                    f"ranks have {batches} batches to evaluate, and all take part in every forward: give each rank as "
-                    "many, of one size (even_batches=True does)"
-                )
-        return super().evaluation_loop(dataloader, *arguments, **options)
-
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -272,18 +259,14 @@ class BalancedTrainerMixin(_TrainerBase):
         """Return that of the output folder; ValueError: there is none, or ranks see different ones."""
         output = Path(self.args.output_dir)
         last = max(map(_step_of, output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")), default=-1)
-        if len(set(seen := self._of_ranks(last))) > 1:
+        seen = self.accelerator.gather(torch.tensor([last], device=self.args.device)).tolist()
+        if len(set(seen)) > 1:
             raise ValueError(f"the last checkpoint in {output} is of step {seen} on the ranks: give a folder all see")
         if last < 0:
             raise ValueError(f"no checkpoint in {output} is whole")
         return output / f"{PREFIX_CHECKPOINT_DIR}-{last}"
 
     # -- what the Trainer has ------------------------------------------------------------------------------------------
-
-    def _of_ranks(self, number: int) -> list[int]:
-        """Return every rank's number. Collective."""
-        numbers: list[int] = self.accelerator.gather(torch.tensor([number], device=self.args.device)).tolist()
-        return numbers
 
     @property
     def _is_spread(self) -> bool:
@@ -317,6 +300,8 @@ def _refuse(trainer: Any) -> None:
     for name, mend in _NOT_HERE.items():
         if getattr(args, name, False):
             raise AttachError(f"BalancedTrainer does not take {name}: {mend}")
+    if not trainer.accelerator.even_batches:
+        raise AttachError("BalancedTrainer does not take even_batches=False: all ranks take part in every forward")
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     spreads = not trainer._is_spread and parallel is not None and parallel.total_size > 1
     accelerate = {"distributed_type": trainer.accelerator.distributed_type.value}

@@ -54,24 +54,10 @@ class LowRank:
     adapter: str
 
     @property
-    def matrix(self) -> str:
-        """What it adapts: a parameter of the experts module."""
-        return str(self.wrapper.parameter_name)
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        """``lora_A`` and ``lora_B``, by the names of the tensors within the outermost wrapper."""
-        return {f"{self.path}{kind}.{self.adapter}.weight": kind for kind in BY_EXPERT}
-
-    def linear(self, kind: str) -> nn.Module:
-        """Return the module that holds the tensor."""
-        found: nn.Module = getattr(self.wrapper, kind)[self.adapter]
-        return found
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether it is added to the matrix now."""
-        return not self.wrapper.disable_adapters and self.adapter in self.wrapper.active_adapters
+    def tensors(self) -> dict[str, tuple[str, Any]]:
+        """``lora_A`` and ``lora_B`` with their modules, by the names of the tensors within the outermost wrapper."""
+        own, name = self.wrapper, self.adapter
+        return {f"{self.path}{kind}.{name}.weight": (kind, getattr(own, kind)[name]) for kind in BY_EXPERT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +73,8 @@ class AdaptedExperts:
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """How PEFT's tensors are seen as ``[E, ...]``: each pair, in the order of ``low_rank``."""
         experts: Any = self.experts.num_experts
-        return {name: partial(BY_EXPERT[kind], experts) for one in self.low_rank for name, kind in one.kinds.items()}
+        kinds = {name: kind for one in self.low_rank for name, (kind, _) in one.tensors.items()}
+        return {name: partial(BY_EXPERT[kind], experts) for name, kind in kinds.items()}
 
 
 # -- finding them ------------------------------------------------------------------------------------------------------
@@ -160,7 +147,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
         f"of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: target the "
         "experts' matrices alone": matrix.ndim != 3,
         "is sliced by fully_shard: leave experts with adapters out of it (ignored_params)": any(
-            isinstance(one.linear(kind).weight, DTensor) for kind in BY_EXPERT
+            isinstance(linear.weight, DTensor) for _, linear in one.tensors.values()
         ),
     }.items():
         if is_so:
@@ -178,10 +165,10 @@ def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) 
         late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
         for one in adapted.low_rank:
             object.__setattr__(one.wrapper, "update_layer", refusing(late))
-            for name, kind in one.kinds.items():
+            for name, (kind, linear) in one.tensors.items():
                 full = f"{layer.name}.{name}"
                 kinds[full] = kind
-                one.linear(kind)._register_load_state_dict_pre_hook(partial(_take_own, model, full, kind))
+                linear._register_load_state_dict_pre_hook(partial(_take_own, model, full, kind))
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
             for name in ("_unload_and_optionally_merge", "merge_adapter", "delete_adapter"):

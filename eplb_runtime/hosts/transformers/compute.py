@@ -47,11 +47,12 @@ class RowCompute:
         """Return the module's own weights, with the products of LoRA added to them."""
         own, pairs = list(parameters[: len(self._names)]), parameters[len(self._names) :]
         for number, one in enumerate(self._low_rank):
-            if one.is_on:
-                place = self._names.index(one.matrix)
+            wrapper = one.wrapper
+            if not wrapper.disable_adapters and one.adapter in wrapper.active_adapters:
+                place = self._names.index(wrapper.parameter_name)
                 matrix, (a_SRI, b_SOR) = own[place], pairs[2 * number : 2 * number + 2]
                 left, right = (a_SRI.mT, b_SOR.mT) if self._experts.is_transposed else (b_SOR, a_SRI)
-                scaling = float(one.wrapper.scaling[one.adapter])  # also rank-stabilised
+                scaling = float(wrapper.scaling[one.adapter])  # also rank-stabilised
                 with torch.autocast(matrix.device.type, enabled=False):
                     own[place] = torch.baddbmm(matrix, left.to(matrix.dtype), right.to(matrix.dtype), alpha=scaling)
         return own

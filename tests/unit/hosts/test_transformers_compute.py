@@ -117,7 +117,8 @@ def folded(compute: room.RowCompute):
         own, pairs = dict(zip(compute._names, weights, strict=False)), weights[len(compute._names) :]
         for number, one in enumerate(compute._low_rank):
             delta = torch.einsum("sri,sor->soi", pairs[2 * number], pairs[2 * number + 1]) * 0.7
-            own[one.matrix] = own[one.matrix] + (delta.mT if compute._experts.is_transposed else delta)
+            name = one.wrapper.parameter_name
+            own[name] = own[name] + (delta.mT if compute._experts.is_transposed else delta)
         return sorted_again(compute)(rows, counts, list(own.values()))
 
     return call
