@@ -114,8 +114,6 @@ def _build(
     )
     if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
         logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
-    for stage in stages:
-        keep_logical_order(stage.model, stage.host.layers, balancer, same_tensors=True)
     if parallel_dims.pp_enabled:
         _accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)
@@ -130,6 +128,7 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
     # Batches are packed: every token is real.
     return HostModel(
         tuple(layers),
+        save_together=partial(keep_logical_order, part, layers, same_tensors=True),
         saves_itself="torchtitan's own checkpointer (config.checkpoint)",
         dispatches=backend != STANDARD,
         notes=tuple(notes(settings)),
