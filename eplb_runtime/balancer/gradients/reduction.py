@@ -334,12 +334,17 @@ def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
         return flat_N
     part = -(-flat_N.numel() // ranks)
     padded = torch.nn.functional.pad(flat_N, (0, part * ranks - flat_N.numel()))
-    shards_RN = torch.empty_like(padded)
-    dist.all_to_all_single(shards_RN, padded, group=group)
-    first, *others = shards_RN.view(ranks, part)
+    return gather_rows(part_of_sum(padded, group), group).view(-1)[: flat_N.numel()]
+
+
+def part_of_sum(padded_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum over the ranks of a group, each element added in the order of the ranks."""
+    shards_N = torch.empty_like(padded_N)
+    dist.all_to_all_single(shards_N, padded_N, group=group)
+    first, *others = shards_N.view(group.size(), -1)
     for other in others:
         first.add_(other)
-    return gather_rows(first, group).view(-1)[: flat_N.numel()]
+    return first
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP
 
+from ...balancer.gradients.reduction import part_of_sum
 from ...distributed.ranks import Ranks
 from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
@@ -86,12 +87,7 @@ class InRankOrder:
     ) -> None:
         if op != dist.ReduceOp.SUM:  # with a divisor the library asks for sums
             raise RuntimeError(f"gradients of experts are reduced by {op}, not by a sum: leave FSDP's divisors alone")
-        rows = torch.empty_like(input_tensor)
-        dist.all_to_all_single(rows, input_tensor, group=group)
-        first, *others = rows.view(group.size(), -1)
-        output_tensor.copy_(first)
-        for row in others:
-            output_tensor.add_(row)
+        output_tensor.copy_(part_of_sum(input_tensor, group))
 
 
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
