@@ -74,8 +74,6 @@ class BalancedTrainerMixin(_TrainerBase):
             self.args.save_only_model = False
         _refuse(self)
 
-    # -- training ------------------------------------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the last checkpoint that is whole."""
         if resume_from_checkpoint is True:
@@ -159,8 +157,6 @@ class BalancedTrainerMixin(_TrainerBase):
             logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save all experts, or adapters of them, in logical order, from all ranks."""
         writes_itself = self.balancer is None or self._is_spread or self.args.should_save
@@ -193,8 +189,6 @@ class BalancedTrainerMixin(_TrainerBase):
         """Every rank's own, ahead of what makes the checkpoint whole."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
-
-    # -- resuming ------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only adapters here: experts are read when they are spread, by the rank that gets them."""
@@ -265,8 +259,6 @@ class BalancedTrainerMixin(_TrainerBase):
         if last < 0:
             raise ValueError(f"no checkpoint in {output} is whole")
         return output / f"{PREFIX_CHECKPOINT_DIR}-{last}"
-
-    # -- what the Trainer has ------------------------------------------------------------------------------------------
 
     @property
     def _is_spread(self) -> bool:

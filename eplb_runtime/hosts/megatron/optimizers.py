@@ -324,9 +324,6 @@ def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
     )
 
 
-# -- divided over ranks ------------------------------------------------------------------------------------------------
-
-
 def ranks_of(leaf: Any) -> tuple[int, ...]:
     """The ranks that a distributed optimizer divides over, in their order."""
     return tuple(dist.get_process_group_ranks(leaf.data_parallel_group))
@@ -355,9 +352,6 @@ def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
     return tuple(found)
 
 
-# -- in host memory ----------------------------------------------------------------------------------------------------
-
-
 def is_offloaded(optimizer: Any) -> bool:
     return isinstance(optimizer, HybridDeviceOptimizer)
 
@@ -376,9 +370,6 @@ def _offloaded(leaf: Any, parameter: Tensor) -> tuple[dict[str, Tensor], dict[st
         name = MAIN
         by_place.pop(inner.data_ptr(), None)
     return dict(sorted(state.items())), {name: tuple(by_place.values())} if by_place else {}
-
-
-# -- in dtypes of its own ----------------------------------------------------------------------------------------------
 
 
 def is_precision_aware(leaf: Any) -> bool:

@@ -194,9 +194,6 @@ def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
     titan._clip_grad_norm_with_ep = clip
 
 
-# -- pipelines ---------------------------------------------------------------------------------------------------------
-
-
 _SCHEDULE = "_eplb_runtime_schedule"
 _SHAPE_METHODS = ("_forward_metadata_inference", "_backward_metadata_inference")
 """Methods by which torch's stages learn shapes."""

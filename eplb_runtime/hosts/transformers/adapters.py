@@ -77,9 +77,6 @@ class AdaptedExperts:
         return {name: partial(BY_EXPERT[kind], experts) for name, kind in kinds.items()}
 
 
-# -- finding them ------------------------------------------------------------------------------------------------------
-
-
 def follows_experts_interface(experts: nn.Module) -> bool:
     """Return whether the library's ``use_experts_implementation`` decorator made this module's class."""
     return all(hasattr(experts, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
@@ -155,9 +152,6 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
     return one
 
 
-# -- what PEFT may do with them ----------------------------------------------------------------------------------------
-
-
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     """Let PEFT save and load adapters of experts that are spread; refuse what would be wrong without a word."""
     kinds: dict[str, str] = {}
@@ -229,6 +223,5 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
 
 def is_saved_with_adapters(model: nn.Module) -> bool:
     """Return whether ``save_pretrained`` of this model writes adapters and nothing else."""
-    if isinstance(model, PreTrainedModel):
-        return bool(getattr(model, "_hf_peft_config_loaded", False))
-    return hasattr(model, "peft_config")
+    is_plain = isinstance(model, PreTrainedModel)
+    return bool(getattr(model, "_hf_peft_config_loaded", False)) if is_plain else hasattr(model, "peft_config")

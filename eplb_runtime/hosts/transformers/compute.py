@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 from ...moe.experts.compute import SlotCounts
 from ..module import StableSort
@@ -34,9 +35,11 @@ class RowCompute:
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         """As `moe.experts.compute.Compute` says."""
-        with _reading(self._experts, self._names, self._with_low_rank(parameters)):
-            if self._forward_is_the_librarys and _is_grouped_mm(self._experts):
-                return _grouped_mm(self._experts, rows_MD, counts_S)
+        experts, own = self._experts, moe.grouped_mm_experts_forward
+        is_grouped_mm = getattr(experts.config, "_experts_implementation", None) == "grouped_mm"
+        with _reading(experts, self._names, self._with_low_rank(parameters)):
+            if self._forward_is_the_librarys and is_grouped_mm and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is own:
+                return _grouped_mm(experts, rows_MD, counts_S)
             # The module's own forward: each row a token with one choice, of weight 1.
             slot_M1 = counts_S.slot_of_rows(rows_MD.shape[0]).unsqueeze(1)
             with StableSort():
@@ -58,24 +61,15 @@ class RowCompute:
         return own
 
 
-def _is_grouped_mm(experts: nn.Module) -> bool:
-    """Return whether the module's forward is the library's ``grouped_mm`` as it comes."""
-    from transformers.integrations import moe
-
-    chosen = getattr(experts.config, "_experts_implementation", None)
-    return chosen == "grouped_mm" and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is moe.grouped_mm_experts_forward
-
-
 def _grouped_mm(experts: Any, rows_MD: Tensor, counts_S: SlotCounts) -> Tensor:
     """Return the library's ``grouped_mm`` for rows in order: no sorting, no gathering, no multiplying."""
-    from transformers.integrations.moe import _grouped_linear
-
     slot_M = counts_S.slot_of_rows(rows_MD.shape[0]) if experts.has_bias else None
 
     def linear(rows_MI: Tensor, name: str) -> Tensor:
         matrix_SDI, ends_S = getattr(experts, name), counts_S.offsets_S
         bias_MD = None if slot_M is None else getattr(experts, f"{name}_bias")[slot_M]
-        out: Tensor = _grouped_linear(rows_MI, matrix_SDI, ends_S, bias=bias_MD, is_transposed=experts.is_transposed)
+        options = {"bias": bias_MD, "is_transposed": experts.is_transposed}
+        out: Tensor = moe._grouped_linear(rows_MI, matrix_SDI, ends_S, **options)
         return out
 
     if experts.has_gate:

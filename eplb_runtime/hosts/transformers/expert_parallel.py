@@ -39,7 +39,6 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.layer: HostDispatchedLayer | None = None
-        self.real_tokens: RealTokens = lambda tokens: None
         experts.__dict__[_OF] = self
 
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -68,8 +67,8 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         mine_T = places_T == self.tp_mesh.get_local_rank()
         return mine_T if real_T is None else mine_T & real_T.to(mine_T.device)
 
-    def install(self, layer: HostDispatchedLayer) -> None:
-        self.layer = layer
+    def install(self, real_tokens: RealTokens, layer: HostDispatchedLayer) -> None:
+        self.layer, self.real_tokens = layer, real_tokens
         if isinstance(self.experts, FSDPModule):
             self.experts.set_custom_reduce_scatter(InRankOrder())  # type: ignore[arg-type]
 
@@ -132,9 +131,8 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
         raise AttachError(
             f"{name}.{odd[0]}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
         )
-    found.real_tokens = real_tokens
     mark_spread(experts, ShardingMark(of_rank, "", ranks))
-    layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, found.install)
+    layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, partial(found.install, real_tokens))
     shards = of_rank // local(next(iter(parameters.values()))).shape[0]
     # The library divides an expert's gradient by the number of batches itself.
     return layer, Ranks(ep=ranks, gradient_divisor=1, divided_rows=shards)

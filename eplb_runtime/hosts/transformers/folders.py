@@ -41,9 +41,6 @@ _NOT_HERE = {
 }
 
 
-# -- which tensor becomes what -----------------------------------------------------------------------------------------
-
-
 def weights(model: nn.Module, first_layer: int) -> list[Weight]:
     """Tensors as ``save_pretrained`` of the whole model would write them; of another module under its own names."""
     view = LogicalView(model)
@@ -151,9 +148,6 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
     return ""
 
 
-# -- folders of `checkpoint.save`, that the library reads too ----------------------------------------------------------
-
-
 def names(view: LogicalView) -> dict[str, Stored]:
     """How the library's folders store tensors of the model, by name: those that it renames or cuts into parts.
 
@@ -177,9 +171,6 @@ def describe(view: LogicalView, folder: Path) -> None:
         config.architectures = [type(model).__name__]
         config.dtype = model.dtype
         write_file(folder / "config.json", config.to_json_string())
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -229,9 +220,6 @@ def _finish(view: LogicalView, nbytes: int, files: Mapping[str, Sequence[str]], 
     if len(files) > 1:
         index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
         write_file(folder / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def opened(view: LogicalView, folder: Path) -> Saved:
