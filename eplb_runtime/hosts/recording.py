@@ -95,7 +95,10 @@ def record(
     if not alone:
         everyone = list(range(dist.get_world_size()))
         wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
-        group = _group(everyone)
+        # A gloo group of our own: sums are taken on a thread during training.
+        store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
+        name, timeout = name_of_job(store, everyone, dist.get_rank()), dist.distributed_c10d.default_pg_timeout
+        group = make_group(store, f"{name}/record", everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
         mine = torch.tensor([len(found.layers), *sizes, interval]).numpy().tobytes()
         if odd := all_equal(mine, "number of layers, number of experts or interval", group):
             raise AttachError(f"ranks record different models: {odd}")
@@ -110,7 +113,7 @@ def record(
         real_tokens=found.real_tokens,
         in_training_only=optimizer is not None,
         mark_work=[layer.mark_work for layer in found.layers if layer.mark_work is not None],
-        optimizer_bytes=lambda: 0 if optimizer is None else _optimizer_bytes(found.layers, optimizer),
+        optimizer_bytes=lambda: 0 if optimizer is None else max(_optimizer_bytes(o, optimizer) for o in found.layers),
     )
     recording.until_closed(found.watch_batches().remove)
     recorded.add(whole)
@@ -141,15 +144,11 @@ def _job(found: WatchedModel, interval: int) -> RecordedJob:
     )
 
 
-def _optimizer_bytes(layers: Sequence[WatchedLayer], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of one expert's optimizer state, in the layer where they are most; without scalars, as step counts are."""
-
-    def of_layer(layer: WatchedLayer) -> int:
-        states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
-        tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
-        return sum(tensor.nbytes for tensor in tensors) // max(1, layer.experts_here)
-
-    return max(map(of_layer, layers))
+def _optimizer_bytes(layer: WatchedLayer, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of one expert's optimizer state; without scalars, as step counts are."""
+    states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
+    tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
+    return sum(tensor.nbytes for tensor in tensors) // max(1, layer.experts_here)
 
 
 def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
@@ -167,11 +166,3 @@ def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
         f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
         "of a model of your own by record(..., layers=[eplb.MoE(...)])"
     )
-
-
-def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
-    """A gloo group of our own: sums are taken on a thread during training."""
-    store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
-    name = f"{name_of_job(store, everyone, dist.get_rank())}/record"
-    timeout = dist.distributed_c10d.default_pg_timeout
-    return make_group(store, name, everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
