@@ -28,7 +28,7 @@ try:
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-    from .transformers.adapters import adapted_experts, is_saved_with_adapters
+    from .transformers.adapters import experts_of, is_saved_with_adapters
     from .transformers.settings import refusals
 except ImportError as error:
     raise ImportError(
@@ -299,7 +299,7 @@ def _refuse(trainer: Any) -> None:
     accelerate = {"distributed_type": trainer.accelerator.distributed_type.value}
     for one in refusals({**accelerate, "parallelism_config": parallel if spreads else None}):
         raise AttachError(f"BalancedTrainer does not run with {one}")
-    if args.save_on_each_node and any(adapted_experts(trainer.model)):
+    if args.save_on_each_node and any(one.low_rank for *_, one in experts_of(trainer.model)):
         raise AttachError(
             "BalancedTrainer does not take save_on_each_node with adapters of experts: the job's first rank alone "
             "writes them, so give a folder that all nodes see"

@@ -62,8 +62,8 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """An experts module with LoRA around it: the module, its path within the outermost wrapper, and LoRA of each
-    matrix, the innermost first, as PEFT adds them."""
+    """An experts module and LoRA around it: the module, its path within the outermost wrapper, and LoRA of each matrix,
+    the innermost first, as PEFT adds them; none: it is not adapted."""
 
     experts: nn.Module
     path: str
@@ -82,30 +82,30 @@ def follows_experts_interface(experts: nn.Module) -> bool:
     return all(hasattr(experts, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
 
 
-def adapted_experts(model: nn.Module) -> Iterator[tuple[str, AdaptedExperts]]:
-    """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
-    seen: set[int] = set()
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, AdaptedExperts]]:
+    """Yield name, outermost wrapper (or the module itself) and adapters of every experts module, in model order;
+    AttachError: adapters have no form by expert."""
+    seen, saver = set[int](), peft_model(model)
     for name, outer in model.named_modules():
         wrappers, experts, path = [], outer, ""
         while isinstance(inner := getattr(experts, "base_layer", None), nn.Module):
             wrappers.append((path, experts))
             experts, path = inner, f"{path}base_layer."
-        if not wrappers or id(experts) in seen or not follows_experts_interface(experts):
+        if id(experts) in seen or not follows_experts_interface(experts):
             continue
         seen.add(id(experts))  # the wrappers inside come later
-        if spread_of(experts) is not None:
+        if wrappers and spread_of(experts) is not None:
             raise AttachError(
                 f"{name} ({type(outer).__name__}) was put around experts that shard_experts had cut: get_peft_model "
                 "first, then shard_experts"
             )
         low_rank = tuple(_low_rank(name, at, wrapper, experts) for at, wrapper in reversed(wrappers))
-        saver = peft_model(model)
-        if saver is None or not name.startswith(saver[0]):
+        if wrappers and (saver is None or not name.startswith(saver[0])):
             raise AttachError(
                 f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
                 "get_peft_model and attach what it gives"
             )
-        yield name, AdaptedExperts(experts, path, low_rank)
+        yield name, outer, AdaptedExperts(experts, path, low_rank)
 
 
 def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:

@@ -25,7 +25,7 @@ from .. import module
 from ..attaching.description import AttachError, HostModel, MoELayer, WatchedModel, refusing, spread_of
 from ..module import MoE
 from . import folders
-from .adapters import AdaptedExperts, adapted_experts, follow, follows_experts_interface, is_saved_with_adapters
+from .adapters import AdaptedExperts, experts_of, follow, follows_experts_interface, is_saved_with_adapters
 from .compute import RowCompute
 
 _PART = (
@@ -41,15 +41,9 @@ def describe(model: nn.Module) -> HostModel:
         from .expert_parallel import describe_spread
 
         return describe_spread(model, _Padding(model))
-    adapted = dict(adapted_experts(model))
-    inside = {id(one.experts) for one in adapted.values()}
-    layers = tuple(
-        _describe_layer(name, one, adapted.get(name))
-        for name, one in model.named_modules()
-        if name in adapted or (follows_experts_interface(one) and id(one) not in inside)
-    )
-    padding = _Padding(model)
-    with_adapters = [(layer, adapted[layer.name]) for layer in layers if layer.name in adapted]
+    found, padding = list(experts_of(model)), _Padding(model)
+    layers = tuple(_describe_layer(*one) for one in found)
+    with_adapters = [(layer, own) for layer, (_, _, own) in zip(layers, found, strict=True) if own.low_rank]
     return HostModel(
         layers,
         padding.real_tokens,
@@ -71,10 +65,9 @@ def watched(model: nn.Module) -> WatchedModel:
     return WatchedModel(tuple(layers), padding.real_tokens, padding.watch)
 
 
-def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None) -> MoELayer:
+def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts) -> MoELayer:
     """``outer``: the experts module, or the outermost adapter around it."""
-    experts = outer if adapted is None else adapted.experts
-    path = "" if adapted is None else adapted.path
+    experts = adapted.experts
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     tensors = [*experts.named_parameters(), *experts.named_buffers()]
     spread = spread_of(outer)
@@ -88,7 +81,6 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
     if buffers := [key for key, _ in experts.named_buffers()]:
         raise AttachError(f"{name} keeps expert buffers ({', '.join(buffers)}): quantised experts are not supported")
     names = tuple(key for key, _ in experts.named_parameters())
-    compute = RowCompute(experts, names, () if adapted is None else adapted.low_rank)
 
     def install(layer: ExpertParallelLayer) -> None:
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -100,12 +92,12 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts | None)
         name=name,
         experts=outer,
         num_experts=num_experts,
-        parameters=(*(path + key for key in names), *(() if adapted is None else adapted.by_expert)),
-        compute=compute,
+        parameters=(*(adapted.path + key for key in names), *adapted.by_expert),
+        compute=RowCompute(experts, names, adapted.low_rank),
         install=install,
-        by_expert={} if adapted is None or spread is not None else adapted.by_expert,
+        by_expert={} if spread is not None else adapted.by_expert,
         run=outer.forward,
-        watch=partial(module.watch_calls, outer, "forward") if adapted is None else None,
+        watch=None if adapted.low_rank else partial(module.watch_calls, outer, "forward"),
     )
 
 

@@ -149,10 +149,7 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
 
 
 def names(view: LogicalView) -> dict[str, Stored]:
-    """How the library's folders store tensors of the model, by name: those that it renames or cuts into parts.
-
-    Experts that its folders store stacked are left out, and what it changes otherwise.
-    """
+    """How the library's folders store the tensors that it renames or cuts, by name; not experts that it stores stacked."""
     if not isinstance(view.model, PreTrainedModel):
         return {}
     try:
