@@ -149,7 +149,7 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
 
 
 def names(view: LogicalView) -> dict[str, Stored]:
-    """How the library's folders store the tensors that it renames or cuts, by name; not experts that it stores stacked."""
+    """How the library's folders store the tensors that it renames or cuts, by name; not experts that stay stacked."""
     if not isinstance(view.model, PreTrainedModel):
         return {}
     try:
