@@ -1,4 +1,12 @@
-"""``eplb-runtime doctor``: what of a machine can be used, and would a recipe attach?"""
+"""Say what this machine can use, and whether a job would attach.
+
+examples:
+  eplb-runtime doctor
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
+  eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh      # would it attach? by the flags alone; -v: what is assumed
+
+exit status: 0; 1 if a recipe's job would not attach, 2 bad input
+"""
 
 from __future__ import annotations
 
@@ -9,28 +17,17 @@ from dataclasses import asdict
 from typing import Any
 
 from ..utils.files import FileError
-from .arguments import BAD_INPUT, PROGRAM, add_command, choice, option
+from .arguments import BAD_INPUT, PROGRAM, choice, option
 from .printing import print_json, print_table, spinner
 
-EXAMPLES = """
-  eplb-runtime doctor
-  torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
-  eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh      # would it attach? by the flags alone; -v: what is assumed
-
-exit status: 0; 1 if a recipe's job would not attach, 2 bad input
-"""
+RECIPE = "would it attach: Megatron's flags, verl's overrides, a DistributedConfig in JSON, Accelerate's YAML"
+OPTIONS = [
+    option("--recipe", "FILE", str, RECIPE, nargs="+"),
+    choice("--device", ("cpu", "cuda"), "what transports are tried on (default: cuda where there is one)"),
+]
 
 
-def add(commands: Any) -> None:
-    recipe = "would it attach: Megatron's flags, verl's overrides, a DistributedConfig in JSON, Accelerate's YAML"
-    tried = "what transports are tried on (default: cuda where there is one)"
-    options = [option("--recipe", "FILE", str, recipe, nargs="+"), choice("--device", ("cpu", "cuda"), tried)]
-    add_command(
-        commands, "doctor", _run, "say what this machine can use, and whether a job would attach", EXAMPLES, options
-    )
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is not None:
         return max(_judge(path, arguments) for path in arguments.recipe)
     import torch
