@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from . import assess, bench, bubbles, convert, doctor, plan, report, simulate, trace, verify, warmup
-from .arguments import BAD_INPUT, PROGRAM, Parser, add_command, in_list
+from .arguments import PROGRAM, Parser, add_command, complain, in_list
 
 COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)  # as --help has it
 
@@ -34,20 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return complain("interrupted", 130)
     except MemoryError as error:
-        return _complain(f"not enough memory for this: {error or 'the load or the cluster is too large'}", BAD_INPUT)
+        return complain(f"not enough memory for this: {error or 'the load or the cluster is too large'}")
     except OSError as error:
-        return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), BAD_INPUT)
+        return complain(error)
     except ValueError as error:
         if not type(error).__module__.startswith("eplb_runtime."):  # of Python's or a library's own: a defect
             raise
-        return _complain(str(error), BAD_INPUT)
-
-
-def _complain(message: str, status: int) -> int:
-    print(f"{PROGRAM}: {' '.join(message.splitlines())}", file=sys.stderr)
-    return status
+        return complain(error)
 
 
 def _parser() -> Parser:

@@ -122,9 +122,11 @@ def policy(text: str) -> str:
     raise argparse.ArgumentTypeError(f"policy {text!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
-def note(message: str) -> None:
-    """Print a line on stderr that is no refusal."""
-    print(f"{PROGRAM}: note: {message}", file=sys.stderr)
+def complain(why: Exception | str, status: int = BAD_INPUT) -> int:
+    """Print a line on stderr, why a command ends here or what it notes; returns an exit status."""
+    text = f"{why.filename}: {why.strerror}" if isinstance(why, OSError) and why.filename else str(why)
+    print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
+    return status
 
 
 def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
@@ -138,9 +140,9 @@ def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
     load = record.load
     if 0 < len(empty := dense + np.flatnonzero(~load.any(axis=(0, 2)))) < load.shape[1]:
         few = ", ".join(map(str, empty[:8])) + (", ..." if len(empty) > 8 else "")
-        note(f"{path}: no tokens in layer {few}, counted from 0; --dense-layers N leaves out the first N")
+        complain(f"note: {path}: no tokens in layer {few}, counted from 0; --dense-layers N leaves out the first N")
     if said := looks_partial(load):
-        note(f"{path}: {said}")
+        complain(f"note: {path}: {said}")
     if arguments.experts is None:
         return record
     if (more := arguments.experts - load.shape[2]) < 0:
@@ -154,5 +156,5 @@ def counted_windows(load: NDArray[np.float64], path: str) -> NDArray[np.float64]
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")
     if not counted_T.all():
-        note(f"{path}: {int((~counted_T).sum())} of {len(load)} windows have no tokens and are left out")
+        complain(f"note: {path}: {int((~counted_T).sum())} of {len(load)} windows have no tokens and are left out")
     return load[counted_T]

@@ -11,13 +11,12 @@ exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from ..utils.files import FileError
-from .arguments import BAD_INPUT, PROGRAM, choice, option
+from .arguments import choice, complain, option
 from .printing import print_json, print_table, spinner
 
 RECIPE = "would it attach: Megatron's flags, verl's overrides, a DistributedConfig in JSON, Accelerate's YAML"
@@ -63,9 +62,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         recipe = read_recipe(path)
         found = answer(recipe)
     except (FileError, OSError) as error:
-        text = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
-        return BAD_INPUT
+        return complain(error)
     if arguments.json:
         print_json(found)
         return int(found["attaches"] is False)
