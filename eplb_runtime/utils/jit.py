@@ -35,7 +35,7 @@ def jit(function: Function) -> Function:
     settings: Any = numba.config
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(cache_folder())  # read below, for this function only
     try:
-        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[return-value]
     finally:
         settings.CACHE_DIR = before
 
