@@ -47,8 +47,8 @@ class Event:
 
     def brief(self) -> str:
         """Return what happened, in a line: the fields, where a class does not say it otherwise."""
-        told = {own.name.replace("_", " "): getattr(self, own.name) for own in fields(self)[1:]}
-        return ", ".join(f"{name} {value}" for name, value in told.items() if value != ())
+        told = [(own.name.replace("_", " "), getattr(self, own.name)) for own in fields(self)[1:]]
+        return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in told if value != ())
 
     def without_arrays(self) -> Event:
         """Return it as the log keeps it."""

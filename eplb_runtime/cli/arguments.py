@@ -44,10 +44,7 @@ class Parser(argparse.ArgumentParser):
 def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence[Option]) -> None:
     """Add a command with its options, and those that all have. ``text``: a line that says what it does, and more."""
     command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=in_list(text),
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=in_list(text), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     command.set_defaults(run=run, action=name)
     for names, settings in (flag("--json", "print one JSON object instead of a table"), *options):
