@@ -237,7 +237,7 @@ def test_bad_files_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -
 @pytest.mark.parametrize("count", [2.0**53, 1e19, 1e300])
 def test_counts_beyond_whole_numbers_of_a_float_are_refused(count: float, tmp_path: Path) -> None:
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, count]]))
-    with pytest.raises(FileError, match="load goes up to .*token counts"):
+    with pytest.raises(FileError, match=r"load goes up to .*token counts"):
         read_load(tmp_path / "load.npz")
     np.savez(tmp_path / "load.npz", load=np.array([[1.0, 2.0**53 - 1]]))
     assert read_load(tmp_path / "load.npz").max() == 2.0**53 - 1
