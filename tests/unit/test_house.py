@@ -53,7 +53,7 @@ RATCHET = {
     "hosts": 6805,
     "tools": 3058,
     "cli": 889,
-    "package": 34081,
+    "package": 34076,
     "files of the package": 182,
     "page": 664,
     "tests": 33496,
