@@ -173,7 +173,7 @@ def describe(view: LogicalView, folder: Path) -> None:
 @torch.no_grad()
 def write(view: LogicalView, folder: Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would. Collective; all comes to the first rank, which holds a
-    shard on the host, and two stacks, on top of a bucket of the stream."""
+    shard on the host on top of a bucket of the stream."""
     for name, mend in _NOT_HERE.items():
         if options.pop(name, None):
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
