@@ -161,11 +161,6 @@ class TensorList:
                 of_expert = {name: made[name] for name in by.names_of(expert)}
                 yield Piece(of_expert, stage, number, weight.layer, expert, False, False)
 
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """All tensors, as they leave."""
-        return {name: spec for piece in self.pieces for name, spec in piece.made.items()}
-
     def buckets(self, most_bytes: int) -> list[list[Row]]:
         """Return the rows of neighbours that fit into a bucket together."""
         buckets, total = list[list[Row]](), 0
@@ -414,7 +409,7 @@ class Exporter:
     def verify(self, given: object, dtype: torch.dtype | None, seconds: float) -> str:
         """`Balancer.verify_export`: what is given is compared with a stream, by a checksum for each tensor."""
         tensors = self._listed(dtype, None, isinstance(given, LogicalTensors))
-        specs = tensors.specs
+        specs = {name: spec for piece in tensors.pieces for name, spec in piece.made.items()}
         theirs, problem = _given(specs, given, self.balancer.runtime.device)
         if problem and isinstance(given, LogicalTensors):
             given.close(problem)  # the caller holds it, and the others wait at its next bucket
