@@ -90,7 +90,8 @@ def mark_state(
 ) -> None:
     """Let the state of an experts module say which logical experts its rows are, by a tensor next to the weights, which
     goes wherever they go. ``of_part`` is called with numbers of experts, here and in all, when a state dict takes this
-    rank's rows, and not live parameters. None: the host has made the experts of this rank as tensors of their own."""
+    rank's rows of trained experts, and not live parameters. None: the host has made the experts of this rank as tensors
+    of their own."""
     made_with, in_all = _homes_here(balancer, layer), balancer.placement.num_experts
 
     def own(state: Mapping[str, Any], prefix: str) -> tuple[list[Any], set[int]]:
@@ -106,7 +107,8 @@ def mark_state(
                 state[prefix + MARK] = torch.tensor(here)
         elif len(here) < in_all and rows == {len(here)}:
             state[prefix + MARK] = keep_from_dcp(_mark(here).to(next(experts.parameters()).device))
-            if not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            trained = any(parameter.requires_grad for parameter in experts.parameters())
+            if trained and not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
                 of_part(len(here), in_all)
 
     def fits(state: Mapping[str, Any], prefix: str, mark: Tensor | None, metadata: Mapping[str, Any]) -> bool:
