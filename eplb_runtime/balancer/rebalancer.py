@@ -56,13 +56,12 @@ AHEAD = sys.maxsize
 @dataclass(frozen=True)
 class _Pending:
     """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
-    the load that this rank declared for it, ``keys_of_earlier`` the number of `JobStore.passing` keys before it."""
+    the load that this rank declared for it."""
 
     due_step: int
     key: str
     decision: Future[Decision]
     declared: NDArray[np.float64] | None
-    keys_of_earlier: int
 
 
 class Rebalancer(LoopHooks):
@@ -336,7 +335,7 @@ class Rebalancer(LoopHooks):
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, lag: int, suspended: bool = False) -> _Pending:
-        steps, keys_of_earlier = self._counter.open_steps, self._groups.store.passing
+        steps = self._counter.open_steps
         self._known_home_bytes = home_bytes = self._known_home_bytes if suspended else self._home_bytes()
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
@@ -357,7 +356,7 @@ class Rebalancer(LoopHooks):
         declared, self.declared = self.declared, None
         key = self._new_key("decision")
         work = partial(decide, measurement, self.decisions, self.guard, key, self._at_point)
-        return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
+        return _Pending(self.step + lag, key, self.control.submit(work), declared)
 
     def _home_bytes(self) -> int:
         """Bytes of the largest home expert; 0 where an optimizer has state that cannot move: a migration says so."""
@@ -374,8 +373,7 @@ class Rebalancer(LoopHooks):
             self._pending = None
             return self._drop("planned", str(lost), True)
         self._pending = None
-        # All ranks were in this decision, so none is in an earlier one or its migration.
-        self._groups.store.forget(pending.keys_of_earlier)
+        self._groups.store.forget()  # all ranks were in this decision: none is in an earlier one, or its migration
         self.guard.report(decision.finding)
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
@@ -512,11 +510,10 @@ class Rebalancer(LoopHooks):
 
     def _rejoin(self) -> None:
         """Use new connections where all ranks meet at the end of this step."""
-        if (made := self.control.reconnect(self._boundaries)) is None:
+        if (transport := self.control.reconnect(self._boundaries)) is None:
             return
-        transport, before = made
         self._engine.reconnect(transport, self.control.agreement)
-        self._groups.release(*before)
+        self._groups.release_unused()
         tries = self.control.reconnection.tries
         if self._groups.job.is_planner:
             logger.info("step %d: the ranks are connected again, after %d tries", self.step, tries)

@@ -45,7 +45,6 @@ _STORE_SECONDS = 30.0
 _SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
 _CAUSE_BYTES = 240
-_LARGEST_WORD = 2**63 - 1
 _ALL, _NOT_COME, _CANNOT = "all", "not come ", "cannot "
 
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,9 +53,6 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
-
-
-# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
@@ -76,8 +72,7 @@ def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: floa
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
-    """Return how long collectives of this group wait by now. Messages between two ranks need it as an argument: their
-    default is what the group was made with."""
+    """Return how long collectives of this group wait by now; messages between two ranks need it as an argument."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
@@ -90,9 +85,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
         elif group.size() > 1:
             # gloo closes all connections of a group when a wait on it expires.
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
-
-
-# -- gathering ---------------------------------------------------------------------------------------------------------
 
 
 def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -136,9 +128,6 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
     return rows.view(group.size(), -1)
 
 
-# -- problems, extremes, equality --------------------------------------------------------------------------------------
-
-
 def first_problem(
     problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> str:
@@ -152,15 +141,6 @@ def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the element-wise maximum over ranks, in the memory of ``values``."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
-
-
-def extremes(values: Tensor, group: dist.ProcessGroup, *, has_values: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the element-wise minimum and maximum over ranks that have values, in one all-reduce."""
-    both = torch.stack([values, -values])
-    if not has_values:
-        both.fill_(-_LARGEST_WORD if not values.is_floating_point() else -torch.inf)
-    highest, lowest = maxima(both, group)
-    return -lowest, highest
 
 
 def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]:
@@ -184,9 +164,6 @@ def has_another(odd: Sequence[int], what: str, first: int) -> str:
     return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
 
 
-# -- meetings in the store ---------------------------------------------------------------------------------------------
-
-
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
     """Come to a meeting of these ranks. ``problem``: why this rank cannot go on, as all are to hear it."""
     if problem:
@@ -206,9 +183,8 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
     """Return why ranks that meet cannot go on ("": they can), and whether a rank did not come ``what`` in so many
     seconds. The first word of any rank decides, so that all hear the same."""
     if not store.wait(key, seconds):
-        store.compare_set(
-            key, f"{_NOT_COME}rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
-        )
+        late = f"rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
+        store.compare_set(key, _NOT_COME + late)
     word = store.word_of(key)
     return word.removeprefix(_ALL).removeprefix(_NOT_COME).removeprefix(_CANNOT), word.startswith(_NOT_COME)
 
@@ -216,38 +192,28 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
 def barrier(
     everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
 ) -> str:
-    """Wait for these ranks, by way of the launcher's store; no group is needed.
+    """Wait for these ranks, by way of the launcher's store; no group is needed. Returns why another rank cannot go on,
+    in a line that names it; "" if all can. Raises RuntimeError: a rank did not come, or the store does not answer.
 
     A rank that gave up alone would leave the others in the making of groups, and its next call would meet their first.
 
     Args:
         what: the call, by name.
-        problem: why this rank cannot go on; None: it can. One that was interrupted waits for no rank.
+        problem: why this rank cannot go on, raised as it is; one that was interrupted waits for no rank.
         patient: after ten seconds or the timeout only warn, on the first rank that has come, and wait as long as the
             host's process group does: ranks that load models may come at very different times.
-
-    Returns:
-        Why another rank cannot go on, in a line that names it; empty if all can.
-
-    Raises:
-        BaseException: this rank's own problem, as it is.
-        RuntimeError: a rank did not come within the timeout, or the store does not answer.
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
     store = JobStore(world, base, max(seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
-    try:
-        while True:
-            call = store.add(f"calls of {rank}", 1)
-            # Skip calls that the other ranks have already given up on; they are to come again.
-            if not store.word_of(key := str(call)).startswith(_NOT_COME):
-                break
-        said = ""
-        if problem is not None:
-            text = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
-            said = f"rank {rank}: {text}"
-        arrive(store, key, everyone, rank, said)
-        if problem is not None and not isinstance(problem, Exception):
+    with contextlib.closing(store):
+        key = _NOT_COME  # Skip calls that the other ranks have already given up on; they are to come again.
+        while key == _NOT_COME or store.word_of(key).startswith(_NOT_COME):
+            key = str(call := store.add(f"calls of {rank}", 1))
+        is_error = isinstance(problem, Exception)
+        said = "" if problem is None else str(problem) if is_error else one_line(problem, with_type=True)
+        arrive(store, key, everyone, rank, said and f"rank {rank}: {said}")
+        if problem is not None and not is_error:
             raise problem
         if patient and not store.wait(key, soon := min(seconds, _SOON_SECONDS)):
             if rank == next(one for one in everyone if store.word_of(f"{key}/{one}")):
@@ -260,14 +226,9 @@ def barrier(
         if not_come:
             raise RuntimeError(f"{cause}: it is collective: call it on every rank")
         before = str(call - 1)  # all are here, and past it
-        for name in (f"{before}/{rank}", *((before, f"{before}/here", f"{before}/problem") * (rank == everyone[0]))):
-            store.delete(name)
+        of_all = (before, f"{before}/here", f"{before}/problem") if rank == everyone[0] else ()
+        store.delete(f"{before}/{rank}", *of_all)
         return cause
-    finally:
-        store.close()
-
-
-# -- one rank's part in one decision -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -282,27 +243,12 @@ class Verdict:
     kind: str = ""
 
 
-class State(Enum):
-    """How far a rank is with a decision."""
-
-    OPEN = "has said nothing"
-    DOUBT = "has said yes, and does not know what became of it"
-    COMMITTED = "commits"
-    ABORTED = "does not commit"
-
-
-class VoteEvent(Enum):
-    """Events that a rank with a decision may meet."""
-
-    VOTE = "nothing is wrong here: it is about to say yes"
-    REFUSE = "something is wrong here, or training cannot wait"
-    ALL_YES = "it has counted what all have said: yes"
-    A_NO = "it has counted what all have said: a rank said no"
-    LOST = "the count did not finish"
-    COMMIT = "the record holds commit"
-    ABORT = "the record holds abort"
-    SILENCE = "the record does not answer"
-
+State = Enum("State", "OPEN DOUBT COMMITTED ABORTED")
+"""A rank has said nothing; has said yes, and does not know what became of it; commits; does not commit."""
+VoteEvent = Enum("VoteEvent", "VOTE REFUSE ALL_YES A_NO LOST COMMIT ABORT SILENCE")
+"""Events that a rank with a decision may meet: nothing is wrong here, and it is about to say yes; something is, or
+training cannot wait; it has counted what all have said, yes or a no, or the count did not finish; the record holds
+commit or abort, or does not answer."""
 
 _S, _H = State, VoteEvent
 _ALONE, _PROPOSES = False, True
@@ -369,9 +315,6 @@ class Ballot:
             return self._changed.wait_for(lambda: self.verdict is not None, seconds)
 
 
-# -- named points of the protocol --------------------------------------------------------------------------------------
-
-
 class Phase(Enum):
     """Where a rank can stand still, die or fail, in the order in which it comes there. The code calls a probe at each,
     with the subject named last; tests and `tests/soak` put faults there."""
@@ -397,9 +340,6 @@ Probe = Callable[[Phase, Any], None]
 
 def unobserved(phase: Phase, subject: Any) -> None:
     """Looks at nothing."""
-
-
-# -- comparing and voting on the control group -------------------------------------------------------------------------
 
 
 class InDoubt(RuntimeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -13,10 +12,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..config import launcher_environment
-from ..utils.text import one_line
 from ..utils.worker import Worker
 
-logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 
 SETUP_SECONDS = 120.0
@@ -46,7 +43,7 @@ class JobStore:
         self._seconds = timeout_seconds
         self._connection: dist.Store | None = None
         self._silence: Future[None] | None = None
-        self._passing: list[str] = []
+        self._passing, self._passed = list[str](), list[str]()
         self._worker = Worker("eplb_runtime store")
 
     @property
@@ -79,37 +76,15 @@ class JobStore:
 
         return self._ask(waited, extra_seconds=seconds)
 
-    def delete(self, key: str) -> None:
-        """Leave no word of a key. A store of the host's may keep all it was given."""
+    def delete(self, *keys: str) -> None:
+        """Delete keys as soon as the store answers; no caller waits. A store of the host's may keep all it has."""
+        if not self.silent and not self._worker.closed:
+            self._worker.submit(self._asking(lambda store: [store.delete_key(key) for key in keys]))
 
-        def delete(store: dist.Store) -> None:
-            with contextlib.suppress(NotImplementedError):
-                store.delete_key(key)
-
-        self._ask(delete)
-
-    @property
-    def passing(self) -> int:
-        """How many keys this rank has written that pass, and has not deleted."""
-        return len(self._passing)
-
-    def forget(self, number: int) -> None:
-        """Delete the first so many of the keys that pass, as soon as the store answers. No caller waits for it."""
-        if self.silent or self._worker.closed:
-            return
-        keys = self._passing[:number]
-        del self._passing[:number]
-
-        def delete() -> None:
-            try:
-                store = self._connected()
-                for key in keys:
-                    store.delete_key(key)
-            except Exception as error:
-                self._disconnect()
-                logger.debug("old keys could not be deleted from the launcher's store: %s", one_line(error))
-
-        self._worker.submit(delete)
+    def forget(self) -> None:
+        """Delete the keys that passed before the last call."""
+        keys, self._passed, self._passing = self._passed, self._passing, []
+        self.delete(*keys)
 
     def close(self) -> None:
         """Give the connection back; where the store is silent the thread does, once it answers, and no caller waits."""
@@ -121,26 +96,26 @@ class JobStore:
         """Return the answer, asked on the thread; StoreError: none within the timeout."""
         if self.silent and not patient:
             raise StoreError(f"the launcher's store has given no answer for more than {self._seconds:g} s")
-
-        def ask() -> T:
-            store = self._connected()
-            try:
-                return question(store)
-            except Exception:
-                self._disconnect()  # the next one tries a new connection
-                raise
-
         try:
-            return self._worker.do(ask, self._seconds + extra_seconds)
+            return self._worker.do(self._asking(question), self._seconds + extra_seconds)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self.silent and not self._worker.closed:
                 self._silence = self._worker.submit(lambda: None)  # done as soon as the thread has its answer
             raise StoreError(f"the launcher's store does not answer: {error}") from error
 
-    def _connected(self) -> dist.Store:
-        if self._connection is None:
-            self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
-        return self._connection
+    def _asking(self, question: Callable[[dist.Store], T]) -> Callable[[], T]:
+        """Return what the thread does: a new connection if there is none, the question, and none after a failure."""
+
+        def ask() -> T:
+            if self._connection is None:
+                self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
+            try:
+                return question(self._connection)
+            except Exception:
+                self._disconnect()
+                raise
+
+        return ask
 
     def _disconnect(self) -> None:
         self._connection = None

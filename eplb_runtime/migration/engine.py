@@ -77,8 +77,7 @@ class MigrationProgress:
 
     Args:
         placement: the current one, on every rank.
-        verdict: no commit: the rest of the migration is dropped.
-        failed_phase: phase in which it failed; None: it did not.
+        verdict: no commit: the rest of the migration is dropped, having failed in ``failed_phase``.
         rounds: the committed ones.
         left_layers: layers that are not where the target has them; one of several rounds may have changed, too.
         moved_experts: number of experts that changed their rank, over all ranks.
@@ -261,8 +260,6 @@ class MigrationEngine:
             record_bytes=() if migration is None else migration.records.nbytes,
         )
 
-    # -- the phases, in order ------------------------------------------------------------------------------------
-
     def prepare(
         self, current: Placement, target: Placement, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
@@ -314,15 +311,21 @@ class MigrationEngine:
             return posted.exchange.pending is None or bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
-    def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a round, verify it, and prepare its placement. On any thread; ``meanwhile`` is called now and
-        then."""
+    def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait for a round until its deadline, verify it, and prepare its placement. On any thread; ``meanwhile`` is
+        called now and then."""
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
         with self._on_device():
             if not posted.problem:
+                assert exchange.pending is not None
                 with _noting_problems(posted):
-                    self._receive(posted, meanwhile)
+                    with self._timed("transfer"):
+                        while not exchange.pending.poll() and time.monotonic() < posted.deadline:
+                            meanwhile()
+                            time.sleep(_POLL_SECONDS)
+                        exchange.pending.wait(posted.deadline)
+                    self.probe(Phase.STAGED, exchange.staged)
                     with self._timed("verify"):
                         posted.problem = self.executor.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
@@ -405,20 +408,6 @@ class MigrationEngine:
         except InDoubt:
             with self.unfailing():
                 raise
-
-    # -- small words ---------------------------------------------------------------------------------------------
-
-    def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Wait for the bytes of a round; TransportError: they are not here by its deadline."""
-        pending = posted.exchange.pending
-        assert pending is not None
-        with self._timed("transfer"):
-            while not pending.poll() and time.monotonic() < posted.deadline:
-                if meanwhile is not None:
-                    meanwhile()
-                time.sleep(_POLL_SECONDS)
-            pending.wait(posted.deadline)
-        self.probe(Phase.STAGED, posted.exchange.staged)
 
     @contextlib.contextmanager
     def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:

@@ -142,8 +142,7 @@ def packed_bytes(runs: Sequence[Segment]) -> int:
 
 
 class RankTransfer(NamedTuple):
-    """What of a transfer goes from one rank to another: the whole record, or a piece; with the live memory of it at
-    this rank's end."""
+    """A transfer from one rank to another, of a whole record or a piece, with its live memory at this rank's end."""
 
     transfer: Transfer
     source: int
@@ -153,13 +152,8 @@ class RankTransfer(NamedTuple):
 
 
 class StagedTransfer(NamedTuple):
-    """A record from another rank, or a piece of one, staged until the commit.
-
-    Args:
-        record: its bytes.
-        target: the live memory that it goes to.
-        messages: its bytes by message.
-    """
+    """A record from another rank, or a piece of one, staged until the commit: its bytes, the live memory that it goes
+    to, and its bytes by message."""
 
     transfer: Transfer
     source: int
@@ -194,7 +188,7 @@ class RoundState:
 class Arena:
     """One growing uint8 buffer, cut into new pieces for each round."""
 
-    def __init__(self, empty: Callable[[int], Tensor], nbytes: int) -> None:
+    def __init__(self, empty: Callable[[int], Tensor], nbytes: int = 0) -> None:
         self._empty = empty
         self.memory = empty(nbytes)
         self._used = 0
@@ -202,7 +196,7 @@ class Arena:
     def reserve(self, nbytes: int) -> None:
         """Make room for a round of so many bytes; allocates only if the buffer is too small."""
         if nbytes > self.memory.shape[0]:
-            self.memory = self.memory[:0]  # not the old and the new at once
+            self.forget()  # not the old and the new at once
             self.memory = self._empty(nbytes)
 
     def forget(self) -> None:

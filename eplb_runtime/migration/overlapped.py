@@ -80,10 +80,6 @@ class InFlightRound:
     def layer(self) -> int:
         return self.round_.layers[0]
 
-    @property
-    def received_bytes(self) -> int:
-        return self.posted.exchange.received_bytes if self.posted is not None else 0
-
 
 class Overlapped:
     """The driver of migrations that overlap with training; one at a time, on one rank.
@@ -131,8 +127,6 @@ class Overlapped:
         self._gate = threading.Event()
         self._batches = 0
         self._pause = 0.0
-
-    # -- what training calls -------------------------------------------------------------------------------------------
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
         """Prepare a migration while training goes on; at the end of a step, on every rank. ``key`` names its
@@ -228,8 +222,6 @@ class Overlapped:
             finally:
                 self._pause = before + time.perf_counter() - began
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
-
     def _open_gate(self) -> None:
         """Let ranks vote, after a check that the experts in flight were not written or replaced. The forward that
         begins writes no experts."""
@@ -297,8 +289,6 @@ class Overlapped:
         if replicas is not None:
             with self._engine.unfailing(f"copies of layer {flight.layer} are of experts as they were"):
                 replicas.refresh([flight.layer])
-
-    # -- from step to step ---------------------------------------------------------------------------------------------
 
     def _open_rounds(self) -> MigrationProgress:
         """Open the rounds of the migration once it is prepared."""
@@ -377,7 +367,7 @@ class Overlapped:
             elif verdict.kind == LATE:
                 has_late, self._late[layer] = True, self._late.get(layer, 0) + alone
                 self.late_rounds += 1
-                self.late_bytes += flight.received_bytes
+                self.late_bytes += 0 if flight.posted is None else flight.posted.exchange.received_bytes
                 logger.info("%s; it is sent again", verdict.cause)
                 if self._late[layer] >= _TRIES and failed.commit:
                     cause = f"{verdict.cause} {_TRIES} times: allow a longer max_pause_seconds, or overlap=False"
@@ -400,8 +390,6 @@ class Overlapped:
         placement = self.current_placement()
         done = [flight.posted for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
         return self._engine.progress(placement, self._migration, [posted for posted in done if posted is not None])
-
-    # -- on the thread -------------------------------------------------------------------------------------------------
 
     def _prepare(
         self, current: Placement, target: Placement, formats: Formats
