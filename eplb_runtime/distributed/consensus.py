@@ -1,10 +1,9 @@
-"""All agreements of ranks: gather, barrier, the first problem, extremes, equality, and a vote with a record.
+"""All agreements of ranks: gather, barrier, the first problem, equality, and a vote with a record.
 
 Each waits no longer than its deadline, or than its group's timeout where it is given none. Each answer is the same on
 every rank, and names the ranks that differ or have failed.
 
-`Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
-ranks. A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
+A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
 launcher's store, written by compare-and-set: the first word counts, and a rank that timed out writes "abort".
 
 `TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
@@ -148,20 +147,19 @@ def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]
     return [rank for rank in ranks if values[rank] != values[ranks[0]]]
 
 
+def differing(values: Mapping[int, Hashable], ranks: Sequence[int], what: str) -> str:
+    """Return a line that names those of these ranks that have another value than the first of them, or ""."""
+    odd = ", ".join(map(str, deviating(values, ranks)))
+    return odd and f"rank {odd} has another {what} than rank {ranks[0]}"
+
+
 def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
     """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
     rows = gather_rows(torch.frombuffer(bytearray(digest), dtype=torch.uint8), group).tolist()
     ranks = dist.get_process_group_ranks(group)
     digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
-    for together in [ranks] if sets is None else sets:
-        if odd := deviating(digests, together):
-            return has_another(odd, what, together[0])
-    return ""
-
-
-def has_another(odd: Sequence[int], what: str, first: int) -> str:
-    """Return a line that names the ranks that differ."""
-    return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
+    lines = (differing(digests, together, what) for together in (sets or [ranks]))
+    return next(filter(None, lines), "")
 
 
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
@@ -403,8 +401,7 @@ class Agreement:
             return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
         if not cause and (none := [rank for rank in self._ranks if not any(digests[rank])]):
             cause = f"no {what} on rank {', '.join(map(str, none))}"
-        if not cause and (odd := deviating(digests, self._ranks)):
-            cause = has_another(odd, what, self._ranks[0])
+        cause = cause or differing(digests, self._ranks, what)
         return Verdict(not cause, cause)
 
     def go_on(self, problem: str, stops: bool, seconds: float) -> str:

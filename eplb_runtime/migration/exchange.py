@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..distributed.consensus import Agreement, Verdict, has_another
+from ..distributed.consensus import Agreement, Verdict, differing
 from ..distributed.transports.base import Message, Pending, Transport, TransportError
 from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
@@ -96,12 +96,11 @@ def agree_on_records(
     said_RL5 = np.frombuffer(b"".join(words.values()), dtype=np.int64).reshape(len(ranks), num_layers, 5)
     for what, said_RL2 in (("record", said_RL5[..., :2]), ("optimizer state", said_RL5[..., 2:4])):
         has_RL = said_RL2.any(axis=2)
-        first_L = has_RL.argmax(axis=0)
-        differs_RL = has_RL & (said_RL2 != said_RL2[first_L, range(num_layers)]).any(axis=2)
+        differs_RL = has_RL & (said_RL2 != said_RL2[has_RL.argmax(axis=0), range(num_layers)]).any(axis=2)
         if not cause and differs_RL.any():
             layer = int(differs_RL.any(axis=0).argmax())
-            odd = [ranks[index] for index in differs_RL[:, layer].nonzero()[0]]
-            cause = has_another(odd, f"{what} of layer {layer}", ranks[first_L[layer]])
+            said = {rank: said_RL2[index, layer].tobytes() for index, rank in enumerate(ranks)}
+            cause = differing(said, [rank for rank in ranks if any(said[rank])], f"{what} of layer {layer}")
     if cause:
         return None, Verdict(False, cause)
     nbytes_RL = said_RL5[..., 4]
