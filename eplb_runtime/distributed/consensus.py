@@ -351,12 +351,8 @@ class Agreement:
     def __init__(
         self, control: dist.ProcessGroup, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
     ) -> None:
-        self._most_seconds = most_seconds
-        self._control = control
-        self._rank = control.rank()
-        self._ranks = dist.get_process_group_ranks(control)
-        self._store = store
-        self._probe = probe
+        self._control, self._store, self._probe, self._most_seconds = control, store, probe, most_seconds
+        self._rank, self._ranks = control.rank(), dist.get_process_group_ranks(control)
 
     def close(self) -> None:
         """Let go of the group, whose threads and connections go with the last who holds it."""
@@ -386,12 +382,11 @@ class Agreement:
         """Return the words of all ranks, equally long, by rank; and the problem of the first rank that has one, ""
         where none has."""
         said = word + problem.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
-        rows = self.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), seconds).numpy()
-        first = ""
-        for rank, row in zip(reversed(self._ranks), rows[::-1], strict=True):
-            if text := row[len(word) :].tobytes().rstrip(b"\0"):
-                first = f"rank {rank}: {text.decode(errors='replace')}"
-        return {rank: row[: len(word)].tobytes() for rank, row in zip(self._ranks, rows, strict=True)}, first
+        gathered = self.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), seconds).numpy()
+        rows = {rank: row.tobytes() for rank, row in zip(self._ranks, gathered, strict=True)}
+        texts = ((rank, row[len(word) :].rstrip(b"\0").decode(errors="replace")) for rank, row in rows.items())
+        first = next((f"rank {rank}: {text}" for rank, text in texts if text), "")
+        return {rank: row[: len(word)] for rank, row in rows.items()}, first
 
     def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
         """Compare 16 bytes of every rank (zeros: it has none), and tell every rank of a problem."""

@@ -38,9 +38,7 @@ class JobStore:
     """
 
     def __init__(self, store: dist.Store, prefix: str, timeout_seconds: float) -> None:
-        self._source = store
-        self._prefix = prefix
-        self._seconds = timeout_seconds
+        self._source, self._prefix, self._seconds = store, prefix, timeout_seconds
         self._connection: dist.Store | None = None
         self._silence: Future[None] | None = None
         self._passing, self._passed = list[str](), list[str]()

@@ -46,8 +46,8 @@ def why_not() -> str:
     """Return what this process lacks to use NIXL, or "". Makes an agent and destroys it."""
     try:
         new_agent(f"probe {secrets.token_hex(8)}")
-    except Exception as error:
-        return str(error) or type(error).__name__
+    except TransportError as error:
+        return str(error)
     return ""
 
 
