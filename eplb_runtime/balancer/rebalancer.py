@@ -180,9 +180,9 @@ class Rebalancer(LoopHooks):
         self._registry.note_state(self._boundaries)
         if self.overlapped.in_flight:
             self._advance()
-        if self.control.reconnection.under_way:
+        if self.control.reconnecting:
             self._rejoin()
-        if self.control.reconnection.under_way or self.overlapped.in_flight:
+        if self.control.reconnecting or self.overlapped.in_flight:
             if decides:  # on the load from here on
                 self._counter.take()
                 self._expert_clock.take()
@@ -409,7 +409,7 @@ class Rebalancer(LoopHooks):
     def _advance(self) -> None:
         """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it, which
         is dropped where nothing may move."""
-        hold_back = bool(self.quiesced) or self.control.reconnection.under_way
+        hold_back = bool(self.quiesced) or self.control.reconnecting
         progress = self.overlapped.advance(hold_back=hold_back)
         progress = replace(progress, only_between_steps=progress.only_between_steps and not hold_back)
         self._take_over(progress)
@@ -476,7 +476,7 @@ class Rebalancer(LoopHooks):
         rank. Returns whether the placement has changed since the last boundary."""
         before, goes_on = self._placement, self.overlapped.in_flight and not self.quiesced
         self.drain()
-        goes_on = goes_on and not self.control.reconnection.under_way
+        goes_on = goes_on and not self.control.reconnecting
         if goes_on and not np.array_equal(self._placement.physical_to_logical, self._target.physical_to_logical):
             self._migrate(self._target)
         return self._placement is not before
@@ -500,13 +500,13 @@ class Rebalancer(LoopHooks):
 
     def _pause(self, cause: str) -> None:
         """Stop deciding, since this rank may have lost the others, until all ranks have new connections."""
-        if self.control.reconnection.under_way or self._loop.closed:
+        if self.control.reconnecting or self._loop.closed:
             return
         self._pending = None
         self.drain()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect again; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self.control.reconnection.begin()
+        self.control.begin_reconnecting()
 
     def _rejoin(self) -> None:
         """Use new connections where all ranks meet at the end of this step."""
@@ -514,7 +514,7 @@ class Rebalancer(LoopHooks):
             return
         self._engine.reconnect(transport, self.control.agreement)
         self._groups.release_unused()
-        tries = self.control.reconnection.tries
+        tries = self.control.tries
         if self._groups.job.is_planner:
             logger.info("step %d: the ranks are connected again, after %d tries", self.step, tries)
         self._events.emit(BalancingResumed(self.step, tries))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..utils.text import one_line
 from ..utils.worker import Worker
-from .consensus import Agreement, Phase, Probe, Verdict, arrive, close_connections, outcome_of, unobserved
+from .consensus import Agreement, Phase, Probe, Verdict, arrive, close_connections, outcome_of
 from .process_groups import ProcessGroups, host_timeout
 from .store import StoreError
 from .transports.base import Transport
@@ -56,13 +56,16 @@ class ControlChannel:
     Attributes:
         worker: its thread, on which ``begin`` is called first.
         agreement: comparisons of ranks on the control group of now.
-        reconnection: new connections; the old ones are not to be used while it is under way.
+        reconnecting: whether the old connections are not to be used any more, and no new ones hold yet.
+        tries: attempts since the connections broke.
     """
 
     def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, begin: Callable[[], None], probe: Probe):
-        self._groups, self._probe, self._seconds = groups, probe, groups.timeout_seconds
+        self._groups, self._make_transport, self._probe = groups, make_transport, probe
+        self._seconds = groups.timeout_seconds
+        self._attempt, self._here = 1, 0
+        self.reconnecting, self.tries = False, 0
         self.worker = Worker("eplb_runtime", begin)
-        self.reconnection = Reconnection(groups, make_transport, probe)
         self.agreement = self._new_agreement()
 
     def _new_agreement(self) -> Agreement:
@@ -71,7 +74,7 @@ class ControlChannel:
 
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""
-        if self.reconnection.under_way:
+        if self.reconnecting:
             raise ConnectionLost(
                 f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
             )
@@ -124,39 +127,19 @@ class ControlChannel:
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue a small collective on the control group, without waiting for it."""
-        if not self.reconnection.under_way and not self.worker.closed:
+        if not self.reconnecting and not self.worker.closed:
             self.submit(lambda _, agreement: notice(agreement))
+
+    def begin_reconnecting(self) -> None:
+        """Close the connections, which broke, and ask at each boundary from here on whether there are new ones."""
+        if not self.reconnecting:
+            self.reconnecting, self.tries = True, 0
+            self._groups.close_connections()
 
     def reconnect(self, boundary: int) -> Transport | None:
         """Return a transport on new groups, used from here on, if all ranks meet at this boundary; None: not yet. The
         groups before them are to be given back (`ProcessGroups.release_unused`)."""
-        if (transport := self.reconnection.at_boundary(boundary)) is not None:
-            self.agreement = self._new_agreement()
-        return transport
-
-
-class Reconnection:
-    """One rank's part in making new connections.
-
-    Attributes:
-        under_way: whether the old connections are not to be used any more, and no new ones hold yet.
-        tries: attempts since the connections broke.
-    """
-
-    def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, probe: Probe = unobserved) -> None:
-        self._groups, self._make_transport, self._probe = groups, make_transport, probe
-        self._attempt, self._here = 1, 0
-        self.under_way, self.tries = False, 0
-
-    def begin(self) -> None:
-        """Begin after the connections broke."""
-        if not self.under_way:
-            self.under_way, self.tries = True, 0
-            self._groups.close_connections()
-
-    def at_boundary(self, boundary: int) -> Transport | None:
-        """Return the transport that holds from here on, at the same boundary on all ranks; None: nothing yet."""
-        if not self.under_way or self.tries > MOST_TRIES:
+        if not self.reconnecting or self.tries > MOST_TRIES:
             return None
         try:
             return self._connect() if boundary == self._step_of_meeting(boundary) else None
@@ -202,8 +185,8 @@ class Reconnection:
                     problem = one_line(error, with_type=True)
                 if not (cause := self._meet("hold", problem, 3 * seconds)):
                     undo.pop_all()
-                    self.under_way = False
                     groups.take_over(made)
+                    self.reconnecting, self.agreement = False, self._new_agreement()
                     return transport
         logger.info("the ranks could not connect: %s", cause)
         return None

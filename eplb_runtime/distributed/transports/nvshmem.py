@@ -4,7 +4,7 @@ other GPUs, over NVLink or RDMA, without the host or NCCL in between.
 NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline; its binding starts
 with Python's interpreter unlocked, and allocates with it locked (`malloc` in nvshmem4py's nvshmem.pyx has no
 ``nogil``). So windows are equally large everywhere and stay: one for each transport in use at once, lent again to the
-next; and all of this runs where training waits on every rank (`control_channel.Reconnection`): no thread of a
+next; and all of this runs where training waits on every rank (`ControlChannel.reconnect`): no thread of a
 rank that waits here is needed by one that has yet to come. Only writes on a stream and `quiet` are used: signals, teams
 and collectives end the process where several ranks share a GPU.
 """

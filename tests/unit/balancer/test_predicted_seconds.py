@@ -127,7 +127,7 @@ def bare() -> Iterator[Any]:
     rebalancer.control = control = ControlChannel.__new__(ControlChannel)
     control.worker, control._seconds = Worker("test"), 30.0
     control._groups = SimpleNamespace(control=None)  # type: ignore[assignment]
-    control.reconnection, control.agreement = SimpleNamespace(under_way=False), None  # type: ignore[assignment]
+    control.reconnecting, control.agreement = False, None  # type: ignore[assignment]
     rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None, in_flight=False)
     rebalancer._placement, rebalancer._pending = INITIAL, None
     yield rebalancer

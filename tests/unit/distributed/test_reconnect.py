@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
+from eplb_runtime.distributed import control_channel
 from eplb_runtime.distributed.consensus import Phase
-from eplb_runtime.distributed.control_channel import MOST_TRIES, Reconnection
+from eplb_runtime.distributed.control_channel import MOST_TRIES, ControlChannel
 from eplb_runtime.distributed.store import JobStore
 
 RANKS = 3
@@ -25,7 +27,7 @@ RANKS = 3
 class Groups:
     """`ProcessGroups` of one rank."""
 
-    setup_seconds = 10.0
+    setup_seconds, backend, control = 10.0, "gloo", None
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         self.job = SimpleNamespace(rank=rank, ranks=tuple(range(RANKS)))
@@ -62,7 +64,7 @@ class LostRanks:
         self.ranks = [self._of(rank) for rank in range(RANKS)]
         self._stepped = threading.Barrier(RANKS)
 
-    def _of(self, rank: int) -> Reconnection:
+    def _of(self, rank: int) -> ControlChannel:
         def transport(migration: Any, seconds: float) -> Any:
             def close() -> None:
                 self.closed[rank] += 1
@@ -70,7 +72,7 @@ class LostRanks:
             return SimpleNamespace(close=close)
 
         groups: Any = self.groups[rank]
-        return Reconnection(groups, transport, lambda phase, subject: self.probes[rank](phase, subject))
+        return ControlChannel(groups, transport, Mock(), lambda phase, subject: self.probes[rank](phase, subject))
 
     def step(
         self, boundaries: int, notice: tuple[int, ...] = (0, 0, 0), skips: tuple[int, int] = (-1, -1)
@@ -87,8 +89,8 @@ class LostRanks:
             for boundary in range(boundaries):
                 self._stepped.wait(60.0)
                 if boundary == notice[rank]:
-                    self.ranks[rank].begin()
-                made = None if (rank, boundary) == skips else self.ranks[rank].at_boundary(boundary)
+                    self.ranks[rank].begin_reconnecting()
+                made = None if (rank, boundary) == skips else self.ranks[rank].reconnect(boundary)
                 if made is not None:
                     taken[boundary] = made
                     self.groups[rank].release_unused()
@@ -99,7 +101,9 @@ class LostRanks:
 
 
 @pytest.fixture
-def job() -> Iterator[LostRanks]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[LostRanks]:
+    for of_torch in ("Agreement", "host_timeout"):
+        monkeypatch.setattr(control_channel, of_torch, Mock())
     job = LostRanks()
     yield job
     for groups in job.groups:
@@ -125,7 +129,7 @@ def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: LostRanks
     assert boundary > 7 and all(list(each) == [boundary] for each in taken)
     assert [groups.hung_up for groups in job.groups] == [1] * RANKS
     assert held(job) == [["control 1", "migration 1"]] * RANKS
-    assert not any(rank.under_way for rank in job.ranks)
+    assert not any(rank.reconnecting for rank in job.ranks)
     again = job.step(12)
     assert len({tuple(each) for each in again}) == 1 and len(again[0]) == 1
     assert [group[-1] for group in held(job)] == ["migration 2"] * RANKS, "a later failure makes groups of new names"
@@ -183,4 +187,4 @@ def test_a_store_that_does_not_answer_ends_no_step(job: LostRanks) -> None:
 
     job.groups[0].store = JobStore(Silent(), "job", 0.05)  # type: ignore[arg-type]
     assert job.step(5) == [{}, {}, {}]
-    assert job.ranks[0].under_way
+    assert job.ranks[0].reconnecting
