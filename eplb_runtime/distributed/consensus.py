@@ -6,10 +6,9 @@ every rank, and names the ranks that differ or have failed.
 A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
 launcher's store, written by compare-and-set: the first word counts, and a rank that timed out writes "abort".
 
-`TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
-without this rank's yes: until it has said that, it may refuse alone. From then on it is in doubt. It may propose a
-word, but acts on what the record holds, however long that takes to hear. `tests/unit/distributed/test_ballot.py`
-explores the table exhaustively.
+No rank can have counted "all yes" without this rank's yes: until it has said that, it may refuse alone. From then on
+it is bound, until it hears of another's no: it may propose a word, but acts on what the record holds, however long that
+takes to hear. `tests/unit/distributed/test_ballot.py` explores all that can happen.
 """
 
 from __future__ import annotations
@@ -241,35 +240,6 @@ class Verdict:
     kind: str = ""
 
 
-State = Enum("State", "OPEN DOUBT COMMITTED ABORTED")
-"""A rank has said nothing; has said yes, and does not know what became of it; commits; does not commit."""
-VoteEvent = Enum("VoteEvent", "VOTE REFUSE ALL_YES A_NO LOST COMMIT ABORT SILENCE")
-"""Events that a rank with a decision may meet: nothing is wrong here, and it is about to say yes; something is, or
-training cannot wait; it has counted what all have said, yes or a no, or the count did not finish; the record holds
-commit or abort, or does not answer."""
-
-_S, _H = State, VoteEvent
-_ALONE, _PROPOSES = False, True
-
-TABLE: Mapping[tuple[State, VoteEvent], tuple[State, bool]] = {
-    (_S.OPEN, _H.VOTE): (_S.DOUBT, _ALONE),
-    (_S.OPEN, _H.REFUSE): (_S.ABORTED, _PROPOSES),
-    (_S.DOUBT, _H.ALL_YES): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.A_NO): (_S.ABORTED, _PROPOSES),
-    (_S.DOUBT, _H.LOST): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.REFUSE): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.SILENCE): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.COMMIT): (_S.COMMITTED, _ALONE),
-    (_S.DOUBT, _H.ABORT): (_S.ABORTED, _ALONE),
-    (_S.ABORTED, _H.A_NO): (_S.ABORTED, _PROPOSES),
-    (_S.ABORTED, _H.LOST): (_S.ABORTED, _PROPOSES),
-}
-"""The state that follows, and whether the rank proposes a word for the record and asks which one it holds. A pair that
-is not in it changes nothing: what is decided stays so."""
-
-DECIDED = (State.COMMITTED, State.ABORTED)
-
-
 class Ballot:
     """One rank's part in one decision. Two threads may use it at once, one that votes and one that cannot wait.
 
@@ -277,35 +247,33 @@ class Ballot:
         key: names the decision; new for each, equal on every rank.
 
     Attributes:
-        refusal: why this rank has said no before it had said yes; empty: it has not.
+        refusal: why this rank has said no; empty: it has not.
+        bound: whether this rank has said yes and knows of no rank's no: only the record decides then.
         verdict: the recorded decision of all ranks, in their common words; None: not known here yet.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.refusal = ""
-        self.state = State.OPEN
+        self.refusal, self.bound = "", False
         self.verdict: Verdict | None = None
         self._changed = threading.Condition()
 
-    def hear(self, heard: VoteEvent, verdict: Verdict) -> bool:
-        """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
-        whether to propose a word for the record."""
+    def say(self, problem: str) -> None:
+        """Say no, or yes (""); the first word stands."""
         with self._changed:
-            before = self.state
-            self.state, proposes = TABLE.get((before, heard), (before, False))
-            if before is State.OPEN and self.state is State.ABORTED:
-                self.refusal = verdict.cause
-            if self.verdict is not None:
-                return False
-            if self.state is State.ABORTED and heard is VoteEvent.COMMIT:
-                raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
-            if heard in (VoteEvent.COMMIT, VoteEvent.ABORT, VoteEvent.SILENCE) and self.state in DECIDED:
-                # No answer after a refusal: no rank commits, but some may not know yet.
-                broken = verdict.connections_broken or heard is VoteEvent.SILENCE
-                self.verdict = replace(verdict, commit=self.state is State.COMMITTED, connections_broken=broken)
-            self._changed.notify_all()
-            return proposes
+            if not problem:
+                self.bound = not self.refusal
+            elif not self.bound:
+                self.refusal = self.refusal or problem
+
+    def settle(self, verdict: Verdict) -> None:
+        """Take what the record holds, or what a rank that is not bound does without; the first verdict stands."""
+        with self._changed:
+            if self.verdict is None:
+                if verdict.commit and not self.bound:
+                    raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
+                self.verdict, self.bound = verdict, verdict.commit
+                self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Return whether it is known what all ranks do, by now or soon."""
@@ -416,40 +384,42 @@ class Agreement:
             return self.refuse(ballot, Verdict(False, problem, True), votes=False)
         if not problem and self._store.silent:
             problem = "the launcher's store does not answer"
-        ballot.hear(VoteEvent.REFUSE if problem else VoteEvent.VOTE, Verdict(False, problem))
+        ballot.say(problem)
         try:
             _, cause = self.gather_words(b"", ballot.refusal)
-            counted = Verdict(not cause, cause)
-            self._probe(Phase.VOTED, counted)
-            heard = VoteEvent.A_NO if cause else VoteEvent.ALL_YES
+            verdict = Verdict(not cause, cause)
+            self._probe(Phase.VOTED, verdict)
+            if cause:
+                ballot.bound = False
         except Exception as error:
-            heard, counted = VoteEvent.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
-        return self._follow(ballot, heard, counted)
+            verdict = Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+        return self._follow(ballot, verdict)
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
         """Say no. A rank that has said yes already can only propose that, and follows what all come to. ``votes``:
         False: take no part in the vote; ranks that wait for this one's word there come back at once."""
+        ballot.say(verdict.cause or "no")
         try:
-            return self._follow(ballot, VoteEvent.REFUSE, verdict)
+            return self._follow(ballot, verdict)
         finally:
             if not votes:
                 close_connections(self._control)
 
-    def _follow(self, ballot: Ballot, heard: VoteEvent, verdict: Verdict) -> Verdict:
-        """Do what the table says until it is known what all ranks do."""
-        began, proposes = time.monotonic(), ballot.hear(heard, verdict)
+    def _follow(self, ballot: Ballot, verdict: Verdict) -> Verdict:
+        """Propose a verdict for the record, and return the one that it holds. A rank that is not bound does without an
+        answer: no rank commits then, but some may not know yet."""
+        began = time.monotonic()
         while ballot.verdict is None:
-            if proposes:
-                try:
-                    answer = self._first_word(ballot.key, verdict, patient=ballot.state is State.DOUBT)
-                    proposes = ballot.hear(VoteEvent.COMMIT if answer.commit else VoteEvent.ABORT, answer)
-                    continue
-                except StoreError as error:
-                    proposes = ballot.hear(VoteEvent.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
-                    logger.warning("%s; it is asked for what became of a migration", one_line(error))
-            # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
-            if not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
-                raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
+            try:
+                ballot.settle(self._first_word(ballot.key, verdict, patient=ballot.bound))
+            except StoreError as error:
+                logger.warning("%s; it is asked for what became of a migration", one_line(error))
+                if not ballot.bound:
+                    own = replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
+                    ballot.settle(replace(own, commit=False))
+                # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
+                elif not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
+                    raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it") from None
         return ballot.verdict
 
     def record(self, key: str, verdict: Verdict) -> Verdict:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, State, Verdict, unobserved
+from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..events import RebalanceCommitted
 from ..moe.experts.registry import ExpertTensors, RecordFormat
@@ -396,7 +396,7 @@ class MigrationEngine:
         try:
             yield
         except BaseException:
-            if ballot.state in (State.OPEN, State.ABORTED):
+            if not ballot.bound:
                 raise
             with self.unfailing():
                 raise
