@@ -408,12 +408,13 @@ class Agreement:
     def _follow(self, ballot: Ballot, verdict: Verdict) -> Verdict:
         """Propose a verdict for the record, and return the one that it holds. A rank that is not bound does without an
         answer: no rank commits then, but some may not know yet."""
-        began = time.monotonic()
+        began, warn = time.monotonic(), logger.warning
         while ballot.verdict is None:
             try:
-                ballot.settle(self._first_word(ballot.key, verdict, patient=ballot.bound))
+                ballot.settle(self._first_word(ballot.key, verdict))
             except StoreError as error:
-                logger.warning("%s; it is asked for what became of a migration", one_line(error))
+                warn("%s; it is asked for what became of a migration", one_line(error))
+                warn = logger.debug  # the next answer comes when the store has given the one before
                 if not ballot.bound:
                     own = replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
                     ballot.settle(replace(own, commit=False))
@@ -431,6 +432,5 @@ class Agreement:
             logger.error("%s; this rank follows its own vote", one_line(error))
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
 
-    def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
-        proposed = json.dumps(astuple(verdict))
-        return Verdict(*json.loads(self._store.compare_set(key, proposed, patient=patient, passing=True)))
+    def _first_word(self, key: str, verdict: Verdict) -> Verdict:
+        return Verdict(*json.loads(self._store.compare_set(key, json.dumps(astuple(verdict)), passing=True)))

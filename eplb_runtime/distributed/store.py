@@ -49,12 +49,12 @@ class JobStore:
         """Return whether a wait has expired, and the store has not answered since."""
         return self._silence is not None and not self._silence.done()
 
-    def compare_set(self, key: str, word: str, *, patient: bool = False, passing: bool = False) -> str:
-        """Write the first word of a key; returns the one that is there, the same for all who ask. ``patient``: wait for
-        the timeout also where the store is silent; ``passing``: `forget` deletes the key."""
+    def compare_set(self, key: str, word: str, *, passing: bool = False) -> str:
+        """Write the first word of a key; returns the one that is there, the same for all who ask. ``passing``: `forget`
+        deletes the key."""
         if passing and key not in self._passing:
             self._passing.append(key)
-        return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode(), patient)
+        return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode())
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (0 at first); what it is then."""
@@ -90,9 +90,9 @@ class JobStore:
             self._worker.submit(self._disconnect)
             self._worker.close(0.0 if self.silent else self._seconds)
 
-    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
+    def _ask(self, question: Callable[[dist.Store], T], extra_seconds: float = 0.0) -> T:
         """Return the answer, asked on the thread; StoreError: none within the timeout."""
-        if self.silent and not patient:
+        if self.silent:
             raise StoreError(f"the launcher's store has given no answer for more than {self._seconds:g} s")
         try:
             return self._worker.do(self._asking(question), self._seconds + extra_seconds)
