@@ -1,16 +1,14 @@
 """One rank's channel to the others: work on the control group, one thing after another on a thread of its own, and new
 connections after a failure. What is done in it is collective, in the same order on every rank.
 
-New control and migration groups are made by all ranks at the end of one step. The ranks agree by words in the
-launcher's store under ``connections/N/``, N the attempt. The first word of a key decides, the same for all ranks. A
-rank whose connections are whole asks the store nothing.
+New control and migration groups are made by all ranks at the end of one step, agreed on by words in the launcher's
+store under ``connections/N/``, N the attempt. A rank whose connections are whole asks the store nothing.
 
 1. A rank that lost the others closes its old connections, so that the others fail in their next decision, and adds one
    to ``here``. Training goes on.
-2. When all ranks are in ``here``, one writes into ``step`` the boundary at which they meet, a few ahead. Ranks that
-   train together are at most one boundary apart, so all read it before they come there.
-3. At that boundary all ranks meet in ``go``. Then they make the groups and the transport, and meet in ``hold``: all use
-   the new groups, or none does.
+2. When all ranks are in ``here``, the first word of ``step`` is the boundary at which they meet, a few ahead. Ranks
+   that train together are at most one boundary apart, so all read it before they come there.
+3. There all ranks meet in ``go``, make the groups and the transport, and meet in ``hold``: all use them, or none does.
 
 After an attempt in vain the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
 """

@@ -2,10 +2,7 @@
 
 `torch.distributed.new_group` counts the groups of a process to name the next one. A rank that fails in it alone would
 give the host's later groups other names than the other ranks do. torch's functions and profilers know the groups made
-here; the names that torch counts do not.
-
-A timeout on gloo closes the connections of the group it happened on, and no other. The control channel makes control
-and migration again at a step boundary, so that one slow moment does not end balancing for ever.
+here; the names that torch counts do not. A timeout on gloo closes the connections of the group it happened on alone.
 """
 
 from __future__ import annotations
@@ -76,12 +73,9 @@ class ProcessGroups:
     Attributes:
         control: gloo, all ranks of the job: counts, plans, votes. Made again after a failure.
         store: the launcher's, under a name that no other balancer has.
-        timeout_seconds: as given.
         setup_seconds: for each step until `finalize`, making these groups among them.
 
-    Raises:
-        GroupError: the ranks contradict each other, or one cannot go on; on all of them.
-        RuntimeError: as `explain` gives it.
+    Raises GroupError on all ranks: they contradict each other, or one cannot go on.
     """
 
     def __init__(self, ranks: Ranks, stage_layers: Sequence[int], device: torch.device, timeout_seconds: float) -> None:

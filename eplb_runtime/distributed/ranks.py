@@ -124,8 +124,6 @@ class Job:
         """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
         return self.divided_rows or 1
 
-    # -- sets of ranks, for all of the job -----------------------------------------------------------------------------
-
     @property
     def job_sets(self) -> Sets:
         return [self.ranks]

@@ -123,7 +123,7 @@ class Transport(ABC):
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 LEFT_SECONDS = 5.0
-"""Longest wait for work that is still on a stream, as when a rank gives up."""
+"""Longest wait for work that is still on a device's stream, as when a rank gives up."""
 
 
 class SideStream:

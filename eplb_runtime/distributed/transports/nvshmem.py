@@ -1,12 +1,11 @@
 """NVSHMEM (extras ``nvshmem-cu12``, ``nvshmem-cu13``): writes on a stream into windows (`windows.py`) in the memory of
 other GPUs, over NVLink or RDMA, without the host or NCCL in between.
 
-NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline; its binding starts
-with Python's interpreter unlocked, and allocates with it locked (`malloc` in nvshmem4py's nvshmem.pyx has no
-``nogil``). So windows are equally large everywhere and stay: one for each transport in use at once, lent again to the
-next; and all of this runs where training waits on every rank (`ControlChannel.reconnect`): no thread of a
-rank that waits here is needed by one that has yet to come. Only writes on a stream and `quiet` are used: signals, teams
-and collectives end the process where several ranks share a GPU.
+NVSHMEM is started once a process; allocating or freeing waits for all ranks without a deadline, with Python's
+interpreter locked (`malloc` in nvshmem4py's nvshmem.pyx has no ``nogil``). So windows are equally large everywhere and
+stay: one for each transport in use at once, lent again to the next; and all of this runs where training waits on every
+rank (`ControlChannel.reconnect`): no thread of a rank that waits here is needed by one that has yet to come. Only
+writes on a stream and `quiet` are used: signals, teams and collectives end the process where ranks share a GPU.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ class NodeMemory:
     Args:
         group: the ranks of the node; used to meet, by its store. It is torch's to find by its name from here on.
         device: of all memory.
-        timeout_seconds: a signal that is waited for longer ends the process: torch's kernels print which one, and stop
-            the GPU's work with an error. 0: never.
+        timeout_seconds: a signal that is waited for longer stops the GPU's work with an error that names it. 0: never.
         package: in the place of torch's.
         group_device: that the group's backend works on.
 
@@ -101,7 +100,7 @@ class NodeMemory:
                 raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
 
     def connect(self, deadline: float) -> None:
-        """`meet`, open a first block, and try writes and signals between all ranks. Arguments and errors as there."""
+        """`meet`, open a first block, and try writes and signals between all ranks."""
         self.meet(deadline)
         if self.channels < LEAST_CHANNELS:
             raise RuntimeError(
