@@ -219,27 +219,22 @@ class RoundExecutor:
     def __init__(
         self, transport: Transport, home_rows: HomeRows, row_rank: int, device: torch.device, nbytes: int
     ) -> None:
-        self._transport, self._posts_whole = transport, True
+        self.transport, self._posts_whole = transport, True
         self._home_rows = home_rows
         self._row_rank, self._ep_rank = row_rank, row_rank // home_rows.holders
-        self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
-        self._departures = Arena(lambda size: self._transport.empty(size), 0)
+        self._arrivals = Arena(lambda size: self.transport.empty(size), nbytes)
+        self._departures = Arena(lambda size: self.transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
         self._arenas = self._arrivals, self._departures, self._spare
 
     @property
     def device(self) -> torch.device:
         """Device of the messages."""
-        return self._transport.device
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether rounds must be posted by the thread that trains (`Transport.in_order`)."""
-        return self._transport.in_order
+        return self.transport.device
 
     def reconnect(self, transport: Transport) -> None:
-        self._transport.close()
-        self._transport, self._posts_whole = transport, True
+        self.transport.close()
+        self.transport, self._posts_whole = transport, True
         for arena in (self._arrivals, self._departures):
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
@@ -257,7 +252,7 @@ class RoundExecutor:
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
-        self.__dict__.pop("_transport").close()
+        self.__dict__.pop("transport").close()
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
@@ -309,7 +304,7 @@ class RoundExecutor:
                 sends += [Message(shipment.destination, message) for message in messages]
                 departing[shipment.destination].append(checksum_of(messages))
         sends += [Message(peer, torch.cat(sums)) for peer, sums in departing.items()]
-        exchange.pending = self._transport.post(sends, receives)
+        exchange.pending = self.transport.post(sends, receives)
         self._posts_whole = True
 
     def difference(self, exchange: RoundState) -> str:

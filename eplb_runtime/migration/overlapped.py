@@ -338,7 +338,7 @@ class Overlapped:
         if not here:
             gate.set()
         post: Callable[[Round], PostedRound] | None = partial(self._engine.post, migration)
-        if self._engine.executor.in_order:
+        if self._engine.executor.transport.in_order:
             self._post_here(migration)
             post = None
         follow = self._after_what_is_queued()
