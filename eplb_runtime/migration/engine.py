@@ -34,6 +34,7 @@ from .schedule import Round, TransferSchedule, make_schedule
 logger = logging.getLogger("eplb_runtime")
 
 _POLL_SECONDS = 0.0002
+_MISPLACED = "experts on this rank are in other slots than the other ranks have for them"
 
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Record formats by layer, and why there are none."""
@@ -171,9 +172,7 @@ class MigrationEngine:
         staging_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        self._registry = registry
-        self._agreement = agreement
-        self._home_rows = home_rows
+        self._registry, self._agreement, self._home_rows = registry, agreement, home_rows
         self._budget = self.bytes_per_step = staging_bytes
         self._timeout = timeout_seconds
         self.device = next((parameter.device for parameter in registry.parameters()), transport.device)
@@ -182,8 +181,7 @@ class MigrationEngine:
         nbytes = min(staging_bytes, 3 * max(by_layer, default=0))
         self.executor = RoundExecutor(transport, home_rows, row_rank, self.device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._epoch = 0
-        self.broken = ""
+        self._epoch, self.broken = 0, ""
         self.probe: Probe = unobserved
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
@@ -370,9 +368,7 @@ class MigrationEngine:
             self.probe(Phase.COMMITTED, posted.round_)
 
     @contextlib.contextmanager
-    def unfailing(
-        self, what: str = "experts on this rank are in other slots than the other ranks have for them"
-    ) -> Iterator[None]:
+    def unfailing(self, what: str = _MISPLACED) -> Iterator[None]:
         """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
         self.refuse_if_broken()
         try:

@@ -63,8 +63,7 @@ class InFlightRound:
         patience: seconds that the layer's forward waits for the round.
         posted: the engine's part, once it is sent.
         verdict: of all ranks, once training has asked.
-        committed: whether this rank has committed it, if the layer is here.
-        followed: whether the current placement includes it.
+        committed, followed: whether this rank has committed it, if it is here, and the current placement includes it.
     """
 
     round_: Round
@@ -104,10 +103,8 @@ class Overlapped:
         config: BalancerConfig,
     ) -> None:
         self.late_rounds = self.late_bytes = 0
-        self._engine, self._control = engine, control
-        self._registry, self._maps = registry, maps
-        self._timeout = config.timeout_seconds
-        self._max_pause = config.migration.max_pause_seconds
+        self._engine, self._control, self._registry, self._maps = engine, control, registry, maps
+        self._timeout, self._max_pause = config.timeout_seconds, config.migration.max_pause_seconds
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._budget = engine.bytes_per_step // 4
         self._stream: Any = None
