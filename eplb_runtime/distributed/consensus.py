@@ -154,11 +154,9 @@ def differing(values: Mapping[int, Hashable], ranks: Sequence[int], what: str) -
 
 def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
     """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
-    rows = gather_rows(torch.frombuffer(bytearray(digest), dtype=torch.uint8), group).tolist()
     ranks = dist.get_process_group_ranks(group)
-    digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
-    lines = (differing(digests, together, what) for together in (sets or [ranks]))
-    return next(filter(None, lines), "")
+    digests = dict(zip(ranks, gather_bytes(digest, group), strict=True))
+    return next(filter(None, (differing(digests, together, what) for together in sets or [ranks])), "")
 
 
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
