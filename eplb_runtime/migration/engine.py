@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
@@ -113,11 +112,6 @@ class MigrationProgress:
         return tuple(sorted({layer for round_ in self.rounds for layer in round_.layers}))
 
     @property
-    def transfers(self) -> NDArray[np.int64] | None:
-        """int64 ``[M, 4]`` as `schedule.Round`'s, of the committed rounds; None: there are none."""
-        return np.concatenate([round_.transfers for round_ in self.rounds]) if self.rounds else None
-
-    @property
     def stall_seconds(self) -> float | None:
         """Part of the pause that does not grow with the bytes; None unless a migration between steps was completed."""
         if not (self.rounds and self.seconds) or self.failed_phase is not None:
@@ -136,7 +130,7 @@ class MigrationProgress:
             pause_seconds=pause_seconds,
             phase_seconds=dict(self.seconds),
             placement=self.placement,
-            transfers=self.transfers,
+            transfers=np.concatenate([round_.transfers for round_ in self.rounds]),
             expert_bytes=self.record_bytes,
             placed_replicas=int(((replicas_LRK != before.replicas_LRK) & (replicas_LRK != EMPTY)).sum()),
         )

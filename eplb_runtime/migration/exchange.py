@@ -163,15 +163,9 @@ class StagedTransfer(NamedTuple):
 
 @dataclass
 class RoundState:
-    """A round in flight, on this rank.
-
-    Args:
-        staged: records from other ranks, in the order of the schedule.
-        within: transfers between slots of this rank.
-        copied: pieces that stay on this rank, read before anything is written.
-        pending: all messages in flight; None: they could not be posted.
-        sent_checksums: checksums that each rank computed before it sent its experts.
-    """
+    """A round in flight, on this rank: records from other ranks, in the order of the schedule, and the checksums that
+    each computed before it sent them; transfers within this rank; pieces that stay, read before anything is written;
+    all messages in flight (None: they could not be posted)."""
 
     staged: list[StagedTransfer] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
