@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -334,12 +333,10 @@ class Overlapped:
         ]
         if not here:
             gate.set()
-        post: Callable[[Round], PostedRound] | None = partial(self._engine.post, migration)
-        if self._engine.executor.transport.in_order:
+        if in_order := self._engine.executor.transport.in_order:
             self._post_here(migration)
-            post = None
-        follow = self._after_what_is_queued()
-        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, follow, post))
+        follow, posts = self._after_what_is_queued(), None if in_order else migration
+        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, follow, posts))
 
     def _post_here(self, migration: PreparedMigration) -> None:
         """Post all rounds of a step, in their order, on the thread that trains; none if earlier ones do not end."""
@@ -406,9 +403,9 @@ class Overlapped:
         flights: Sequence[InFlightRound],
         gate: threading.Event,
         follow: Callable[[], None],
-        post: Callable[[Round], PostedRound] | None,
+        posts: PreparedMigration | None,
     ) -> None:
-        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it."""
+        """Receive rounds in order, those of ``posts`` posted a few ahead, and vote as soon as training allows it."""
         arrived: list[InFlightRound] = []
 
         def vote() -> None:
@@ -419,11 +416,11 @@ class Overlapped:
 
         try:
             follow()
-            if post is not None:
+            if posts is not None:
                 self._engine.executor.restart()
             for number, flight in enumerate(flights):
-                if post is not None:
-                    self._post_ahead(flights[number : number + 1 + _AHEAD], post)
+                if posts is not None:
+                    self._post_ahead(flights[number : number + 1 + _AHEAD], posts)
                 if flight.posted is None:
                     raise TransportError("the rounds of the step before did not end in time")
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
@@ -442,7 +439,7 @@ class Overlapped:
                 if flight.ballot.verdict is None:
                     self._engine.refuse(flight.ballot, lost, votes=False)
 
-    def _post_ahead(self, flights: Sequence[InFlightRound], post: Callable[[Round], PostedRound]) -> None:
+    def _post_ahead(self, flights: Sequence[InFlightRound], migration: PreparedMigration) -> None:
         """Post the first of them, and others that are not posted yet until it has arrived."""
         # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
         # what this one waits for, the others have posted or can post.
@@ -451,7 +448,7 @@ class Overlapped:
             if first.posted is not None and self._engine.has_arrived(first.posted):
                 break  # its vote comes first: to post another may take as long as the bytes of that one do
             if flight.posted is None:
-                flight.posted = post(flight.round_)
+                flight.posted = self._engine.post(migration, flight.round_)
 
     def _after_what_is_queued(self) -> Callable[[], None]:
         """Return a function that orders the thread's work on a device after everything queued so far."""
