@@ -70,7 +70,7 @@ def _refuse_on_all(balancer: Balancer, what: str, why: str) -> None:
 def _refuse_here(*_: Any) -> Any:
     raise RuntimeError(
         "this state dict holds one rank's experts under names that all ranks have; torch.distributed.checkpoint "
-        "would keep those of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
+        "would keep those of one rank: use eplb_runtime.checkpoint.save(..., format='dcp') and load"
     )
 
 
