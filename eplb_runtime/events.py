@@ -62,10 +62,9 @@ class LoadMeasured(Event):
     ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
     load under the placement that stood then, ``[T][L]``; in the log one row, the mean of them.
     ``step_seconds``: of a training step, measured and smoothed. ``moe_share``: share of a step in expert work;
-    ``moe_share_source`` says whether it was ``"measured"``, ``"given"`` or ``"assumed"``; None and empty: unknown.
-
-    For listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows
-    stood under, each with the row that it ends before.
+    ``moe_share_source`` says whether it was ``"measured"``, ``"given"`` or ``"assumed"``; None and empty: unknown. For
+    listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows stood
+    under, each with the row that it ends before; ``home_bytes``, of the largest expert with its state.
     """
 
     steps: int
@@ -73,6 +72,7 @@ class LoadMeasured(Event):
     step_seconds: float = 0.0
     moe_share: float | None = None
     moe_share_source: str = ""
+    home_bytes: int = field(default=0, compare=False, repr=False)
     load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     placements: tuple[tuple[int, Placement], ...] | None = field(default=None, compare=False, repr=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,11 @@ def _analyse(arguments: argparse.Namespace) -> None:
     with spinner():
         analyses = [analyse(path) for given in arguments.traces for path in traces_in(Path(given))]
     if arguments.json:
-        each = [one.to_dict() for one in analyses]
+        each = [asdict(one) for one in analyses]
         return print_json(each[0] if len(each) == 1 else {"traces": each})
     for one in analyses:
         _print_one(one, arguments.layers)
-    files = Counter(one.rank for one in analyses if one.rank is not None)
-    if twice := [str(rank) for rank, number in files.items() if number > 1]:
+    if twice := [str(rank) for rank, n in Counter(one.rank for one in analyses).items() if n > 1 and rank is not None]:
         print(f"several files are of rank {', '.join(twice)}: leave out those of other runs")
 
 

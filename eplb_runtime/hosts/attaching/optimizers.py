@@ -210,7 +210,7 @@ class Optimizers(LoopHooks):
 
     def _why_replaced(self, optimizer: AnyOptimizer) -> str:
         """Say that an optimizer has a parameter that attach has replaced; empty: it has none."""
-        held, replaced = held_by([optimizer]), self._balancer.runtime.model_check.replaced()
+        held, replaced = held_by([optimizer]), self._balancer.tensors.replaced()
         for name in (name for name, parameter in replaced.items() if held[id(parameter)]):
             return (
                 f"the optimizer was given {name} as it was before attach, of all experts, with which the model no "

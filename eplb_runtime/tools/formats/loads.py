@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ...load.series import NAME, holds_series
-from ...observe.run_state import JobRecord, read_run
+from ...load.series import NAME, holds_series, read_series
+from ...observe.run_state import JobRecord
 from ...utils.files import replacing, require_writable
 from . import megatron, slime
 from .reading import Content, FormatError, LoadArray, about, names_in, numbers, open_content
@@ -148,7 +148,7 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
 def _own(content: Content) -> JobRecord | None:
     folder = content.path.parent if content.path.name == NAME else content.path
     if content.kind in ("directory", "jsonl") and holds_series(folder):
-        return read_run(folder)
+        return JobRecord(*read_series(folder))
     return JobRecord(content.value["load"]) if content.kind != "pt" and content.holds("load") else None
 
 
