@@ -22,6 +22,7 @@ def balancer_table(
     measured, dropped = events.of_type(LoadMeasured), len(events.of_type(RebalanceAborted))
     committed = [event for event in events if isinstance(event, RebalanceCommitted)]
     moved, pause = sum(event.moved_experts for event in committed), sum(event.pause_seconds for event in committed)
+    placed = counted(sum(event.placed_replicas for event in committed), "replica")
     cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
     rows = [
         ("experts", f"{placement.num_layers} layers of {placement.num_experts}"),
@@ -30,7 +31,8 @@ def balancer_table(
         ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
         ("placement", f"epoch {placement.epoch}, {int((placement.copy_count - 1).sum())} replicas, at step {step}"),
         ("measured last", measured[-1].brief() if measured else "nothing yet"),
-        ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {pause:.3g} s pause, {dropped} dropped"),
+        ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
+        ("dropped", str(dropped)),
     ]
     return text_table(("balancer", ""), rows)
 
