@@ -41,7 +41,8 @@ class Phases:
         self._meet("suspend()", freed and f"{freed}, and free it after suspend() alone")
         if self._loop.suspended:
             return 0
-        self._rebalancer.commit_in_flight()
+        if self._rebalancer.commit_in_flight():
+            self._loop.on_moved()
         self._runtime.registry.note_state_here()
         self._loop.suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()
