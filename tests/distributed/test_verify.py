@@ -124,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
 def asked_of(rank: int, names: list[str]) -> dict[str, Report]:
     found = {}
     for name in names:
-        with undone(eplb.Balancer, ExpertTensors, ExpertParallelLayer, LoopState, ReplicaSync, trial):
+        with undone(eplb.Balancer, Rebalancer, ExpertTensors, ExpertParallelLayer, LoopState, ReplicaSync, trial):
             found[name] = asked(rank, **CASES[name])
         gc.collect()
     return found
