@@ -1,8 +1,6 @@
 """Keep what a user can choose, in frozen values. They raise `ConfigError` when made if a value is out of range, a name
 is unknown, or a setting has no effect with the others. No other room reads the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -196,10 +194,10 @@ class MigrationConfig(_Settings):
 class _DispatchField:
     """Field that is set to the name of a dispatcher or to a `DispatchConfig`, and read as a `DispatchConfig`."""
 
-    def __get__(self, config: BalancerConfig | None, owner: type) -> DispatchConfig:
+    def __get__(self, config: "BalancerConfig | None", owner: type) -> DispatchConfig:
         return DispatchConfig() if config is None else config.__dict__["dispatch"]  # on the class: the default
 
-    def __set__(self, config: BalancerConfig, value: str | DispatchConfig) -> None:
+    def __set__(self, config: "BalancerConfig", value: str | DispatchConfig) -> None:
         config.__dict__["dispatch"] = value if isinstance(value, DispatchConfig) else DispatchConfig(value)  # type: ignore[arg-type]
 
 
