@@ -4,8 +4,6 @@ Rooms emit events and wait for no listener: each is called on a thread of its ow
 along with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import deque
@@ -50,7 +48,7 @@ class Event:
         told = [(own.name.replace("_", " "), getattr(self, own.name)) for own in fields(self)[1:]]
         return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in told if value != ())
 
-    def without_arrays(self) -> Event:
+    def without_arrays(self) -> "Event":
         """Return it as the log keeps it."""
         arrays: dict[str, Any] = {own.name: None for own in fields(self) if not own.compare}
         return replace(self, **arrays) if arrays else self
@@ -82,7 +80,7 @@ class LoadMeasured(Event):
         mean, worst = sum(by_layer) / len(by_layer), max(by_layer)
         return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(self.steps, 'step')}"
 
-    def without_arrays(self) -> LoadMeasured:
+    def without_arrays(self) -> "LoadMeasured":
         rows = len(self.imbalance)
         mean = (tuple(sum(values) / rows for values in zip(*self.imbalance, strict=True)),) if rows else ()
         return replace(self, imbalance=mean, load=None, placements=None)

@@ -6,8 +6,6 @@ examples:
   eplb-runtime trace analyse rank0.json --layers --json
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from dataclasses import asdict
@@ -43,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"several files are of rank {', '.join(twice)}: leave out those of other runs")
 
 
-def _print_one(one: Analysis, by_layer: bool) -> None:
+def _print_one(one: "Analysis", by_layer: bool) -> None:
     sent = one.communication
     times = {
         "span": one.span_us,
@@ -69,7 +67,7 @@ def _print_one(one: Analysis, by_layer: bool) -> None:
     print_table(f"the longest of {len(one.kernels)} kernels" if one.device == "gpu" else "operators", longest)
 
 
-def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
+def _phases(one: "Analysis", by_layer: bool) -> list[dict[str, Any]]:
     """Return a row for each phase, over layers and micro-batches unless ``by_layer``."""
     heads, rows = ("phase", "layer", "micro-batch"), dict[tuple[Any, ...], Counter[str]]()
     for phase in one.phases:

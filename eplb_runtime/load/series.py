@@ -7,8 +7,6 @@ data being int64, little-endian, compressed by zlib (whose checksum notices what
 also have ``"job"``, fields of `RecordedJob` that are known by then. Who counts and writes is not known here.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

@@ -8,8 +8,6 @@ Load that wanders makes every plan promise what it does not keep. Loads are coun
 have been without a plan can be computed afterwards, however often experts have moved since (`TrackRecord`).
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Load files: tokens per logical expert, window after window, as people and serving engines store them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
