@@ -1,5 +1,5 @@
-"""Parts of a running balancer, in one frozen object; and the model of one rank: whether it is as it was
-attached, and its tensors other than experts' parameters.
+"""Parts of a running balancer, in one frozen object; and the tensors of one rank's model, and whether it is as it was
+attached.
 
 Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this
 is right before attach. After it, experts would be computed, averaged or moved without it.
@@ -35,53 +35,203 @@ class StructureError(RuntimeError):
     """A model was changed after ``attach`` in a way that the balancer cannot follow."""
 
 
-class ModelCheck:
-    """The models of one rank, as they were attached, by the prefix of their parameters' names; experts modules with
-    their parameters, and parameters that attach replaced. ``is_sharded``: some are DTensors, by `fully_shard`."""
+def divisors_of(job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> tuple[float, float]:
+    """Return divisors of gradients of whole experts: where a layer computes with them, and at every gradient that
+    reaches a parameter. `distributed.ranks.Job.gradient_divisor` is their product times the ranks over which means are
+    taken. ``by_host``: it is not seen which gradient comes from where; ``host_sums``: nor has it to be, since the host
+    sums them; ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums
+    over ranks."""
+    divisor, owners = job.gradient_divisor, len(job.edp_ranks)
+    if by_host:
+        return 1, 1 if host_sums else divisor / owners
+    in_layers = (divisor if dense_is_sharded else len(job.data_ranks)) / owners
+    return in_layers, divisor / owners / in_layers
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        experts: Sequence[tuple[str, nn.Module, Sequence[str]]],
-        replaced: Mapping[str, weakref.ref[Tensor]],
-    ) -> None:
-        self.models = dict(models)
-        self._replaced = dict(replaced)
-        self.experts = {name: module for name, module, _ in experts}
-        """The experts module of each MoE layer, by name, in the order of layers."""
-        modules = [module for model in self.models.values() for module in model.modules()]
-        parameters = [p for model in self.models.values() for p in model.parameters()]
-        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        self._known = set(map(id, parameters))
+
+@dataclass(frozen=True)
+class Runtime:
+    """A model's experts, ranks and settings, as attaching has made them; but the transport, which may be replaced.
+
+    Args:
+        topology: of one EP group, with measured bandwidths.
+        placement: of the experts at attach.
+        registry: the live expert tensors.
+        counter: counts tokens while the model runs.
+        expert_clock: measures expert work in some steps.
+        maps: everything that follows the placement.
+        dense_parameters: all parameters outside the experts, by name.
+        device: of the experts.
+        layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
+        parameters: the expert parameters by these names.
+        layers: the MoE layers of this rank.
+        host_dispatches: whether the framework dispatches tokens and saves experts; equal on all ranks, also where
+            ``layers`` is empty.
+        channels: channels on which this rank exchanges tokens.
+        models: of this rank, by the prefix of their parameters' names.
+        experts: the experts module of each MoE layer, in the order of layers, with its name and its parameters'.
+        replaced: parameters that attach has replaced, by name.
+        divisor: of every gradient that reaches a parameter of whole experts.
+        averages_experts: whether the balancer averages over the ranks that hold the same experts.
+        barrier: waits until every rank has reached a call, by its name; raises on the ranks that have, and names the
+            others, if one does not within some seconds (the config's where none are given).
+    """
+
+    config: BalancerConfig
+    groups: ProcessGroups
+    topology: Topology
+    placement: Placement
+    registry: ExpertTensors
+    counter: LoadCounter
+    expert_clock: ExpertClock
+    maps: Maps
+    dense_parameters: Mapping[str, Tensor]
+    device: torch.device
+    layer_of_parameter: Mapping[str, int]
+    parameters: Mapping[str, Tensor]
+    layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
+    host_dispatches: bool
+    channels: MicroBatchChannels
+    models: Mapping[str, nn.Module]
+    experts: Sequence[tuple[str, nn.Module, Sequence[str]]]
+    replaced: Mapping[str, weakref.ref[Tensor]]
+    divisor: float
+    averages_experts: bool
+    barrier: Callable[..., None]
+
+    @property
+    def job(self) -> Job:
+        """The ranks of the job and what they share."""
+        return self.groups.job
+
+
+class ModelTensors:
+    """The tensors of one attached model on one rank, and whether it is as it was attached.
+
+    Attributes:
+        dense: parameters outside the experts, by name; more may join.
+        optimizers: that step the model.
+        registered: MoE layer and tensor of what moves with experts, by parameter and name.
+        memory: of all weights, which a job may free and take again.
+        sliced: whether ``fully_shard`` slices experts.
+        is_sharded: whether it slices any parameter.
+        seen_in_ddp: whether the model was seen to run in DistributedDataParallel.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.dense = dict(runtime.dense_parameters)
+        self.optimizers: list[Any] = []
+        self.registered: dict[str, tuple[int, Tensor]] = {}
+        self.memory = WeightMemory()
+        for name, weight in {**runtime.dense_parameters, **runtime.parameters}.items():
+            self.memory.add(name, weight)
+        self.sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
+        self._marks: list[tuple[int, Tensor]] = []
+        self._not_by_row: list[weakref.ref[Any]] = []
+        modules = [module for model in runtime.models.values() for module in model.modules()]
         self._fsdp = [module for module in modules if isinstance(module, FSDPModule)]
+        parameters = [parameter for model in runtime.models.values() for parameter in model.parameters()]
+        self._known, self._of_this_rank = set(map(id, parameters)), set[int]()
+        self.is_sharded, self.seen_in_ddp = any(isinstance(parameter, DTensor) for parameter in parameters), False
         self._held: list[tuple[str, nn.Module, str, nn.Parameter | None]] = []
-        for name, module, keys in () if self.is_sharded else experts:  # FSDP2 puts others there while it computes
+        for name, module, keys in () if self.is_sharded else runtime.experts:  # FSDP2 puts others there meanwhile
             for key in keys:
                 inside, _, own = key.rpartition(".")
                 inner = module.get_submodule(inside)
                 self._held.append((f"{name}.{key}", inner, own, inner._parameters[own]))
-        self._of_this_rank: set[int] = set()
-        self.seen_in_ddp = False
+
+    @property
+    def host_steps(self) -> bool:
+        """Return whether only the framework's own optimizer knows where gradients are."""
+        return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
+
+    def have_gradients(self) -> bool:
+        """Return whether experts may have gradients that no optimizer has used."""
+        registry, replicas = self._runtime.registry, self._runtime.maps.replicas
+        found = self.host_steps or any(parameter.grad is not None for parameter in registry.parameters())
+        # FSDP may keep the homes' where no hook sees them.
+        return found or (self.sliced and replicas is not None and replicas.holds_gradients())
+
+    def train(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
+        """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
+        self.optimizers.append(optimizer)
+        self._runtime.registry.stepped_by(optimizer)
+        self.train_outside(outside)
+        for layer in self._runtime.layers:
+            layer.counts_in_evaluation = False
+
+    def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
+        """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
+        self.dense.update(parameters)
+        for name, parameter in parameters.items():
+            self.memory.add(name, parameter)
+        self._known.update(map(id, parameters.values()))
+
+    def register(self, parameter: str, name: str, tensor: Tensor) -> None:
+        """`Balancer.register`."""
+        layers, device = self._runtime.layer_of_parameter, self._runtime.device
+        if parameter not in layers:
+            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+        if tensor.device != device or tensor.requires_grad:
+            raise RegistryError(
+                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
+                f"{tensor.device}, requires_grad={tensor.requires_grad}"
+            )
+        if problem := why_not_written(tensor):
+            raise RegistryError(f"{name} of {parameter}: {problem}")
+        if self.sliced and not is_sliced(tensor):
+            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
+        self._runtime.registry.add(layers[parameter], f"{parameter}/{name}", tensor, "buffer")
+        self.keep_from_ddp([tensor])
+        self.registered[f"{parameter}/{name}"] = (layers[parameter], tensor)
+
+    def register_all(self, name: str, tensors: Any, moves: bool) -> None:
+        """`Balancer.register_all`."""
+        of_parameter = self._runtime.layer_of_parameter
+        if moves:
+            parameters = {
+                prefix + own: parameter
+                for prefix, model in self._runtime.models.items()
+                for own, parameter in model.named_parameters()
+            }
+            for parameter, tensor in matched(tensors, parameters, list(of_parameter)).items():
+                self.register(parameter, name, tensor)
+        self._not_by_row += map(weakref.ref, arrays_in(tensors))  # the rest belongs to other parameters
+        if moves and isinstance(tensors, Mapping):
+            # A copied state dict carries a mark of its placement.
+            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in of_parameter.items()}
+            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
+            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
+
+    def mark(self, placement: Callable[[], Placement]) -> None:
+        """Follow a change of the placement in what marks it."""
+        for layer, mark in self._marks:
+            mark.copy_(torch.from_numpy(placement().homes_LRH[layer][self._runtime.job.ep_rank]))
+
+    def known(self) -> Iterator[Tensor]:
+        """Return tensors that move with experts other than parameters and gradients, the optimizers' tensors, and those
+        that do not go by row (`register_all`)."""
+        yield from (tensor for _, tensor in self.registered.values())
+        yield from (torch.as_tensor(one) for ref in self._not_by_row if (one := ref()) is not None)
+        for optimizer in self.optimizers:
+            yield from arrays_in(getattr(optimizer, "state", None))
+            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    # -- whether the model is as it was attached -----------------------------------------------------------------------
 
     def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
         """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
         rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
         ours = set(map(id, tensors))
         self._of_this_rank |= ours
-        for model in self.models.values():
+        for model in self._runtime.models.values():
             own = [*model.named_parameters(), *model.named_buffers()]
             names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
 
-    def know(self, parameters: Iterable[Tensor]) -> None:
-        """Add parameters that are trained and averaged, too."""
-        self._known.update(map(id, parameters))
-
     def replaced(self) -> dict[str, Tensor]:
         """Parameters that attach has replaced and that somebody still references, by name."""
-        found = {name: parameter for name, ref in self._replaced.items() if (parameter := ref()) is not None}
-        self._replaced = {name: self._replaced[name] for name in found}
-        return found
+        return {name: tensor for name, ref in self._runtime.replaced.items() if (tensor := ref()) is not None}
 
     def keep_slices(self) -> None:
         """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
@@ -107,7 +257,7 @@ class ModelCheck:
                     "has others: attach first, then wrap the very module that was attached, and call "
                     "balancer.register before; or set dense_gradients='allreduce'"
                 )
-        for prefix, model in self.models.items() if thoroughly and not self.is_sharded else ():
+        for prefix, model in self._runtime.models.items() if thoroughly and not self.is_sharded else ():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad and id(parameter) not in self._known:
                     raise StructureError(
@@ -115,196 +265,3 @@ class ModelCheck:
                         "knows holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
                         "balancer.adopt(optimizer)"
                     )
-
-
-Barrier = Callable[..., None]
-"""Waits until every rank has reached a call, by its name; raises on the ranks that have, and names the others, if one
-does not within some seconds (the config's where none are given)."""
-
-
-@dataclass(frozen=True)
-class Divisors:
-    """Divisors of gradients of whole experts: where a layer computes with them, and at every gradient that reaches a
-    parameter. `distributed.ranks.Job.gradient_divisor` is their product times the ranks over which means are taken.
-    ``are_of_means``: the balancer averages over the ranks that hold the same experts."""
-
-    in_layers: float
-    at_parameters: float
-    are_of_means: bool = True
-
-    @classmethod
-    def of(cls, job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> Divisors:
-        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where;
-        ``host_sums``: nor has it to be, since the host sums them; ``dense_is_sharded``: each rank has a part of the
-        other parameters, and gets its gradient past the sums over ranks."""
-        divisor, owners = job.gradient_divisor, len(job.edp_ranks)
-        if by_host:
-            return cls(1, 1, are_of_means=False) if host_sums else cls(1, divisor / owners)
-        in_layers = (divisor if dense_is_sharded else len(job.data_ranks)) / owners
-        return cls(in_layers, divisor / owners / in_layers)
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """A model's experts, ranks and settings, as attaching has made them. Passed down whole.
-
-    The transport is not in it: `reconnect` replaces it.
-
-    Args:
-        topology: of one EP group, with measured bandwidths.
-        placement: of the experts at attach.
-        registry: the live expert tensors.
-        counter: counts tokens while the model runs.
-        expert_clock: measures expert work in some steps.
-        maps: everything that follows the placement.
-        dense_parameters: all parameters outside the experts, by name.
-        device: of the experts.
-        layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
-        parameters: the expert parameters by these names.
-        layers: the MoE layers of this rank.
-        host_dispatches: whether the framework dispatches tokens and saves experts; equal on all ranks, also where
-            ``layers`` is empty.
-        channels: channels on which this rank exchanges tokens.
-        model_check: notices changes of the model that the balancer cannot follow.
-        divisors: of gradients of whole experts.
-        barrier: of all ranks ahead of a collective call.
-    """
-
-    config: BalancerConfig
-    groups: ProcessGroups
-    topology: Topology
-    placement: Placement
-    registry: ExpertTensors
-    counter: LoadCounter
-    expert_clock: ExpertClock
-    maps: Maps
-    dense_parameters: Mapping[str, Tensor]
-    device: torch.device
-    layer_of_parameter: Mapping[str, int]
-    parameters: Mapping[str, Tensor]
-    layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
-    host_dispatches: bool
-    channels: MicroBatchChannels
-    model_check: ModelCheck
-    divisors: Divisors
-    barrier: Barrier
-
-    @property
-    def job(self) -> Job:
-        """The ranks of the job and what they share."""
-        return self.groups.job
-
-    @property
-    def averages_dense(self) -> bool:
-        """Return whether the balancer averages gradients outside the experts, and not the host."""
-        return self.config.dense_gradients == "allreduce"
-
-
-class ModelTensors:
-    """The tensors of one attached model on one rank.
-
-    Attributes:
-        dense: parameters outside the experts, by name; more may join.
-        optimizers: that step the model.
-        registered: MoE layer and tensor of what moves with experts, by parameter and name.
-        memory: of all weights, which a job may free and take again.
-        sliced: whether ``fully_shard`` slices experts.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self.dense = dict(runtime.dense_parameters)
-        self.optimizers: list[Any] = []
-        self.registered: dict[str, tuple[int, Tensor]] = {}
-        self.memory = WeightMemory()
-        for name, weight in {**runtime.dense_parameters, **runtime.parameters}.items():
-            self.memory.add(name, weight)
-        self.sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
-        self._marks: list[tuple[int, Tensor]] = []
-        self._not_by_row: list[weakref.ref[Any]] = []
-
-    @property
-    def host_steps(self) -> bool:
-        """Return whether only the framework's own optimizer knows where gradients are."""
-        return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
-
-    def have_gradients(self) -> bool:
-        """Return whether experts may have gradients that no optimizer has used."""
-        registry, replicas = self._runtime.registry, self._runtime.maps.replicas
-        found = self.host_steps or any(parameter.grad is not None for parameter in registry.parameters())
-        # FSDP may keep the homes' where no hook sees them.
-        return found or (self.sliced and replicas is not None and replicas.holds_gradients())
-
-    def train(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
-        self.optimizers.append(optimizer)
-        self._runtime.registry.stepped_by(optimizer)
-        self.train_outside(outside)
-        for layer in self._runtime.layers:
-            layer.counts_in_evaluation = False
-
-    def forget(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Forget an optimizer that was let go; ``outside``: as for `train`."""
-        self.optimizers[:] = [other for other in self.optimizers if other is not optimizer]
-        self._runtime.registry.no_longer_stepped_by(optimizer)
-        for name in outside:
-            self.dense.pop(name, None)
-            self.memory.forget(name)
-
-    def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
-        self.dense.update(parameters)
-        for name, parameter in parameters.items():
-            self.memory.add(name, parameter)
-        self._runtime.model_check.know(list(parameters.values()))
-
-    def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """`Balancer.register`."""
-        layers, device = self._runtime.layer_of_parameter, self._runtime.device
-        if parameter not in layers:
-            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
-        if tensor.device != device or tensor.requires_grad:
-            raise RegistryError(
-                f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
-                f"{tensor.device}, requires_grad={tensor.requires_grad}"
-            )
-        if problem := why_not_written(tensor):
-            raise RegistryError(f"{name} of {parameter}: {problem}")
-        if self.sliced and not is_sliced(tensor):
-            raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
-        self._runtime.registry.add(layers[parameter], f"{parameter}/{name}", tensor, "buffer")
-        self._runtime.model_check.keep_from_ddp([tensor])
-        self.registered[f"{parameter}/{name}"] = (layers[parameter], tensor)
-
-    def register_all(self, name: str, tensors: Any, moves: bool) -> None:
-        """`Balancer.register_all`."""
-        of_parameter = self._runtime.layer_of_parameter
-        if moves:
-            parameters = {
-                prefix + own: parameter
-                for prefix, model in self._runtime.model_check.models.items()
-                for own, parameter in model.named_parameters()
-            }
-            for parameter, tensor in matched(tensors, parameters, list(of_parameter)).items():
-                self.register(parameter, name, tensor)
-        self._not_by_row += map(weakref.ref, arrays_in(tensors))  # the rest belongs to other parameters
-        if moves and isinstance(tensors, Mapping):
-            # A copied state dict carries a mark of its placement.
-            layers = {parameter.rpartition(".")[0]: layer for parameter, layer in of_parameter.items()}
-            marks = [(layers.get(str(key).removesuffix(f".{MARK}")), mark) for key, mark in tensors.items()]
-            self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
-
-    def mark(self, placement: Callable[[], Placement]) -> None:
-        """Follow a change of the placement in what marks it."""
-        for layer, mark in self._marks:
-            homes_RH = placement().homes_LRH[layer]
-            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *homes_RH.ravel().tolist()]))
-
-    def known(self) -> Iterator[Tensor]:
-        """Return tensors that move with experts other than parameters and gradients, the optimizers' tensors, and those
-        that do not go by row (`register_all`)."""
-        yield from (tensor for _, tensor in self.registered.values())
-        yield from (torch.as_tensor(one) for ref in self._not_by_row if (one := ref()) is not None)
-        for optimizer in self.optimizers:
-            yield from arrays_in(getattr(optimizer, "state", None))
-            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])

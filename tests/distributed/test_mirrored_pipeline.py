@@ -202,7 +202,7 @@ def one_stage_alone(rank: int) -> list:
     before = balancer.placement
     map_, home = before.physical_to_logical.copy(), before.home.copy()
     map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
-    balancer.place(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
+    balancer.rebalancer.place(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
     aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
     epoch = balancer.placement.epoch
     balancer.close()
@@ -260,9 +260,9 @@ def attach_wrongly(rank: int) -> dict[str, str]:
 def test_ranks_that_contradict_each_other_are_refused_on_all() -> None:
     first, *others = run_ranks(3, attach_wrongly)
     assert all(said == first for said in others)
-    assert "stages [0, 2]" in first["a gap"]
+    assert "stages [(0,), (2,)]" in first["a gap"]
     assert "Ranks(stages=...)" in first["no stage named"]
     assert "do not partition" in first["overlap"]
     assert "differ in size" in first["another size"]
     assert "gradient_divisor" in first["divisors"]
-    assert "stage 0 is held together" in first["uneven stages"]
+    assert "stages [(0,), (0, 1)]" in first["uneven stages"]

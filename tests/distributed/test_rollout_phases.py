@@ -259,7 +259,7 @@ def without_memory(rank: int) -> None:
     job.step()
     assert job.balancer.rebalance()
     job.balancer.suspend()
-    transport = job.engine.executor._transport
+    transport = job.engine.executor.transport
     empty = transport.empty
 
     def fails(nbytes: int) -> Tensor:
@@ -317,7 +317,6 @@ def closed_while_freed(rank: int) -> None:
     assert "balancer.resume() first" in said_by(lambda: logits(job.model))
     job.balancer.resume()
     torch.testing.assert_close(logits(job.model), before)  # replicas take no rows any more
-    assert "resume() after close()" in said_by(job.balancer.resume)
     job.step()
 
 

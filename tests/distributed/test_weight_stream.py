@@ -310,7 +310,7 @@ def late(rank: int) -> None:
     del held
     for step in range(1, 200):
         job.step()
-        apart = torch.tensor([float(balancer.rebalancer.control.reconnection.under_way)])
+        apart = torch.tensor([float(balancer.rebalancer.control.reconnecting)])
         dist.all_reduce(apart)
         if step > 1 and not apart.item():
             break
