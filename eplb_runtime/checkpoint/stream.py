@@ -193,11 +193,8 @@ class TensorList:
             if odd := all_equal(xxhash.xxh3_128(mine).digest(), what, control, together):
                 return odd
         if len(sets) > 1:
-            first = self._job.rank in [ranks[0] for ranks in sets]
-            said = [
-                json.loads(text, object_hook=_spec) for text in gather_bytes(text if first else b"", control) if text
-            ]
-            pieces = [Piece(**fields) for one in said for fields in one]
+            texts = gather_bytes(text if self._job.rank in [ranks[0] for ranks in sets] else b"", control)
+            pieces = [Piece(**of) for one in texts if one for of in json.loads(one, object_hook=_spec)]
             self.pieces = sorted(pieces, key=lambda piece: piece.stage)
         first_of: dict[str, Piece] = {}
         for name, piece in [(name, one) for one in self.pieces for name in one.made]:
