@@ -177,10 +177,9 @@ class TensorList:
         if self.balancer.rebalancer.epoch_on_this_rank != self._placement.epoch:
             return "experts have moved since the export began: begin it again"
         every = (one for weights in self._weights.values() for one in weights)
-        freed = (next(iter(one.made)) for one in every if not all(map(has_memory, one.memory)))
-        return self.balancer.tensors.memory.why_freed() or next(
-            (f"the memory of {name} is freed, as jobs do between phases: load it first" for name in freed), ""
-        )
+        names = (next(iter(one.made)) for one in every if not all(map(has_memory, one.memory)))
+        freed = next((f"{name}: its memory is freed: load it first" for name in names), "")
+        return self.balancer.tensors.memory.why_freed() or freed
 
     def agree(self, options: str, problem: str, control: dist.ProcessGroup) -> str:
         """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
