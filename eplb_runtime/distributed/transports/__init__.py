@@ -74,12 +74,9 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
 """``MigrationConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""
 
-
-# -- how fast the links are, measured once at attach with the transport that will be used ------------------------------
-
 FIRST_BYTES = 8 << 20
 LEAST_SECONDS = 0.004
-"""Messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is: 8 MiB are through
+"""Of a measurement of links: messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is: 8 MiB are through
 NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
 MOST_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 SHARE_OF_FREE_MEMORY = 8

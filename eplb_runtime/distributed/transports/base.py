@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,6 @@ class Transport(ABC):
         self.post([Message(peer, out) for peer in others], receives).wait(deadline)
 
 
-# -- on a device -------------------------------------------------------------------------------------------------------
-
 LEFT_SECONDS = 5.0
 """Longest wait for work that is still on a device's stream, as when a rank gives up."""
 
@@ -133,10 +131,8 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.pointer = 0 if self._stream is None else self._stream.cuda_stream
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            yield
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def after_current(self) -> None:
         """Let what comes from here on run after what the current stream has to do now."""

@@ -3,8 +3,7 @@
 A message goes in pieces through the window of who receives: a piece is written when the peer has room for it, then a
 note that it is there; the peer copies it to where it belongs, then notes that there is room again. Notes are numbers in
 the window, too, or go the library's own way. All of it goes on while somebody polls. Nothing is written but windows:
-who gives up has nothing to fear from a peer that comes late. What a window lies in, and how a write travels, is each
-transport's own.
+who gives up has nothing to fear from a peer that comes late.
 """
 
 from __future__ import annotations
