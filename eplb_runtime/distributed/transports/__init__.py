@@ -76,8 +76,8 @@ and the most seconds that anything is waited for."""
 
 FIRST_BYTES = 8 << 20
 LEAST_SECONDS = 0.004
-"""Of a measurement of links: messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is: 8 MiB are through
-NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
+"""To measure links, messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is:
+8 MiB are through NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
 MOST_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 SHARE_OF_FREE_MEMORY = 8
 """On a device, a probe takes at most one part in so many of what is free, for each of its two buffers."""
