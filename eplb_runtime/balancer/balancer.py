@@ -394,11 +394,11 @@ class Balancer:
         dtype: torch.dtype | None = None,
         timeout_seconds: float | None = None,
     ) -> str:
-        """Compare exported weights with the model's, by a checksum for each logical expert. Collective, between steps.
+        """Compare exported weights with the model's, by a checksum for each tensor. Collective, between steps.
         Returns a line that says how many are equal. ``tensors``: pairs (name, tensor) under the names of
         `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
         every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
-        Raises ExportError, on all ranks: which experts differ, are others' or missing; or another name or shape."""
+        Raises ExportError, on all ranks: which differ or are missing; or another name or shape."""
         return self._export.verify(tensors, dtype, self.begin_export("verify_export()", timeout_seconds))
 
     @torch.compiler.disable

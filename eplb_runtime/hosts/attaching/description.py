@@ -163,7 +163,6 @@ class HostModel:
         dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
         problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
         refuses: what of a config does not go with the framework: one line, or empty.
-        adapters: names in the model of expert parameters that are adapters, where the framework saves adapters alone.
         weights: lists the tensors of the attached model as the framework's checkpoints name them, given the model and
             the number of its first MoE layer. Collective where weights are still on their way. None: under the model's
             own names.
@@ -183,7 +182,6 @@ class HostModel:
     dense_is_equal: bool = True
     problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
     refuses: Callable[[BalancerConfig], str] = lambda config: ""
-    adapters: frozenset[str] = frozenset()
     weights: Callable[[nn.Module, int], Sequence[Weight]] | None = None
     notes: tuple[str, ...] = ()
 
