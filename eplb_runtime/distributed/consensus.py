@@ -53,22 +53,6 @@ class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
 
 
-def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until the host sees that work of a group is done; RuntimeError: the group is broken."""
-    assert work is not None
-    if not on_device:
-        work.wait(timedelta(seconds=max(0.001, seconds)))
-        return
-    # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
-    deadline = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            group.abort()
-            raise RuntimeError(f"not done in {seconds:g} s")
-        time.sleep(_POLL_SECONDS)
-    work.wait()
-
-
 def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
     """Return how long collectives of this group wait by now; messages between two ranks need it as an argument."""
     limit: timedelta = group._get_backend(device).options._timeout
@@ -85,10 +69,24 @@ def close_connections(group: dist.ProcessGroup) -> None:
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
 
 
-def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer."""
+def gather_rows(mine: Tensor, group: dist.ProcessGroup, deadline: float | None = None) -> Tensor:
+    """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer. Given a
+    deadline (of `time.monotonic`), the host waits, and TransportError says that it passed or that a rank is gone."""
     rows = mine.new_empty(group.size() * mine.numel())
-    all_gather_into(rows, mine.reshape(-1), group=group)
+    if deadline is None:
+        all_gather_into(rows, mine.reshape(-1), group=group)
+        return rows.view(group.size(), *mine.shape)
+    try:
+        work = all_gather_into(rows, mine.reshape(-1), group=group, async_op=True)
+        # On a device wait() makes the stream wait, not the host; and a watchdog would end the process.
+        while mine.device.type != "cpu" and not work.is_completed():
+            if time.monotonic() > deadline:
+                group.abort()
+                raise RuntimeError("a rank did not come in time")
+            time.sleep(_POLL_SECONDS)
+        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError as error:
+        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
     return rows.view(group.size(), *mine.shape)
 
 
@@ -99,12 +97,12 @@ def gather_bytes(
     Raises TransportError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group, device).total_seconds()
-    lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
+    lengths = gather_rows(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
     longest = max(lengths)
     if not longest:
         return [b""] * group.size()
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    rows = _gather(padded.to(device), group, deadline).cpu().numpy()
+    rows = gather_rows(padded.to(device), group, deadline).cpu().numpy()
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -114,16 +112,6 @@ def gather_json(
     """`gather_bytes` of what JSON can say; None is no bytes."""
     words = gather_bytes(b"" if mine is None else json.dumps(mine).encode(), group, device, deadline)
     return [json.loads(word) if word else None for word in words]
-
-
-def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
-    rows = mine.new_empty(group.size() * mine.numel())
-    try:
-        work = all_gather_into(rows, mine, group=group, async_op=True)
-        wait_on_host(work, group, deadline - time.monotonic(), on_device=mine.device.type != "cpu")
-    except RuntimeError as error:
-        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
-    return rows.view(group.size(), -1)
 
 
 def first_problem(

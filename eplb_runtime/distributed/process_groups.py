@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.text import one_line
-from .consensus import arrive, close_connections, missing_at, wait_on_host
+from .consensus import arrive, close_connections, gather_rows, missing_at
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -231,8 +232,7 @@ class ProcessGroups:
         self._made.append(group)
         try:
             token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
-            work = dist.all_reduce(token, group=group, async_op=True)
-            wait_on_host(work, group, making.total_seconds(), on_device=backend != "gloo")
+            gather_rows(token, group, time.monotonic() + making.total_seconds())
         except BaseException:
             self.release(group)
             raise
