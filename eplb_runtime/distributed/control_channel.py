@@ -60,8 +60,7 @@ class ControlChannel:
 
     def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, begin: Callable[[], None], probe: Probe):
         self._groups, self._make_transport, self._probe = groups, make_transport, probe
-        self._seconds = groups.timeout_seconds
-        self._attempt, self._here = 1, 0
+        self._seconds, self._attempt, self._here = groups.timeout_seconds, 1, 0
         self.reconnecting, self.tries = False, 0
         self.worker = Worker("eplb_runtime", begin)
         self.agreement = self._new_agreement()

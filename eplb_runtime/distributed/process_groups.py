@@ -36,8 +36,8 @@ _AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins", "mi
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
-_WATCHDOG_MARGIN = timedelta(seconds=60)
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
@@ -54,9 +54,6 @@ def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: 
         return groups._new(all_sets, purpose, backend)
 
     return cached_property(made)
-
-
-Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 class ProcessGroups:
@@ -82,10 +79,8 @@ class ProcessGroups:
     def __init__(self, ranks: Ranks, stage_layers: Sequence[int], device: torch.device, timeout_seconds: float) -> None:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
-        self.timeout_seconds = timeout_seconds
-        self.setup_seconds = max(timeout_seconds, SETUP_SECONDS)
-        self.backend = backend_for(device)
-        self._device = device
+        self.timeout_seconds, self.setup_seconds = timeout_seconds, max(timeout_seconds, SETUP_SECONDS)
+        self.backend, self._device = backend_for(device), device
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
@@ -302,7 +297,7 @@ def make_group(
         kind, device = kinds.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
-        options._timeout = calls or making * 4 + _WATCHDOG_MARGIN
+        options._timeout = calls or making * 4 + timedelta(seconds=60)
         options.global_ranks_in_group = list(ranks)
         options.group_name = name  # type: ignore[assignment]
         with contextlib.nullcontext() if calls else _harmless_watchdog():
