@@ -64,7 +64,7 @@ from .description import AnyOptimizer, AttachError, MoELayer, Request, ShardingM
 from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
-from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
+from .state_hooks import OF_ONE_RANK, keep_from_dcp, mark_state
 from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
@@ -352,7 +352,7 @@ def install(made: Checked, balancer: Balancer) -> None:
     for index, name, layer in made.layers:
         mark_state(layer.experts, name, balancer, index, None if layer.slots else of_part)
         for own_name in layer.parameters if made.job.ep_size > 1 and not layer.slots else ():
-            mark_parameter(layer.parameter(own_name))
+            keep_from_dcp(layer.parameter(own_name))
     for stage in made.stages:
         balancer.closing.callback(stage.host.watch_batches().remove)
         here = frozenset(index for index, name, _ in made.layers if name.startswith(stage.prefix))
