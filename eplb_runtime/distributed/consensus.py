@@ -215,9 +215,8 @@ def barrier(
 
 @dataclass(frozen=True)
 class Verdict:
-    """A decision of all ranks. ``connections_broken`` tells that the groups' connections are closed, or that this rank
-    cannot be sure of the others: they have to find together again. ``kind``: one word, for those who act on the cause.
-    """
+    """A decision of all ranks. ``connections_broken``: the groups' connections are closed, or this rank cannot be sure
+    of the others: they have to find together again. ``kind``: one word, for those who act on the cause."""
 
     commit: bool
     cause: str = ""
@@ -226,10 +225,8 @@ class Verdict:
 
 
 class Ballot:
-    """One rank's part in one decision. Two threads may use it at once, one that votes and one that cannot wait.
-
-    Args:
-        key: names the decision; new for each, equal on every rank.
+    """One rank's part in one decision, which ``key`` names: new for each, equal on every rank. Two threads may use it
+    at once, one that votes and one that cannot wait.
 
     Attributes:
         refusal: why this rank has said no; empty: it has not.

@@ -33,15 +33,14 @@ from .transports.base import Transport
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 Work = Callable[[dist.ProcessGroup, Agreement], T]
-"""Work on the control group, given that group and the agreement over it."""
+"""Work on the control group, given it and the agreement over it."""
 MakeTransport = Callable[[dist.ProcessGroup, float], Transport]
 """Makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where it fails."""
 
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""
-MOST_TRIES = 5
-LEAD_STEPS = 2
-"""How many boundaries ahead ranks meet."""
+MOST_TRIES, LEAD_STEPS = 5, 2
+"""Attempts to connect again, and how many boundaries ahead ranks meet."""
 
 
 class ConnectionLost(RuntimeError):

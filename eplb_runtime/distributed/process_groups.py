@@ -57,10 +57,9 @@ def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: 
 
 
 class ProcessGroups:
-    """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place.
-
-    It is used by all of them as soon as it is made: NCCL builds a communicator of the whole group at its first call,
-    and ranks that have nothing to send would never come to that call.
+    """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place, and used by
+    all of them at once: NCCL builds a communicator of the whole group at its first call, and ranks that have nothing to
+    send would never come to that call.
 
     Args:
         ranks: what the host said of this rank.
@@ -352,15 +351,13 @@ def host_timeout(backend: str) -> timedelta:
 
 def backend_for(device: torch.device) -> str:
     """Return the backend that the world uses for this kind of device: ``gloo`` or ``nccl``."""
-    per_device = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
-    backend = per_device.get(device.type)
-    if backend not in ("gloo", "nccl"):
-        has = "has no backend" if backend is None else f"has {backend}, and not gloo or nccl,"
-        raise GroupError(
-            f"the process group {has} for {device.type} tensors ({dist.get_backend_config()}): initialise it "
-            f"with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
-        )
-    return backend
+    config = dist.get_backend_config()
+    backend = dict(part.split(":") for part in config.split(",") if ":" in part).get(device.type)
+    if backend in ("gloo", "nccl"):
+        return backend
+    has = "has no backend" if backend is None else f"has {backend}, and not gloo or nccl,"
+    other = f"initialise it with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
+    raise GroupError(f"the process group {has} for {device.type} tensors ({config}): {other}")
 
 
 def _is_echo(error: BaseException | None) -> bool:

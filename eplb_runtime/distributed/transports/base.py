@@ -61,12 +61,9 @@ class Transport(ABC):
 
     Args:
         group: its ranks; ``backend`` is its backend's name.
-        device: the model's.
+        device: the model's. The attribute is where messages have to be, the CPU if the transport needs host memory.
         timeout_seconds: for what is posted to a library that ends it itself, whatever the deadline.
         package: used in the place of the transport's library.
-
-    Attributes:
-        device: where messages have to be: the model's device, or the CPU when the transport needs host memory.
     """
 
     in_order: bool = False

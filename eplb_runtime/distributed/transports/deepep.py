@@ -31,14 +31,11 @@ from .nvshmem import claim
 from .symmetric import node_of_this_rank
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
-NUM_SMS = 20
-"""Multiprocessors for communication, DeepEP's own choice."""
-RANKS_OF_A_NODE = 8
-"""Ranks of one node in DeepEP's kernels where there are several nodes."""
-SIZED_FOR_ROW_BYTES = 16 << 10
-"""So that one buffer serves rows of all widths."""
-ROW_BYTES = 14336
-"""A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
+NUM_SMS, RANKS_OF_A_NODE = 20, 8
+"""Multiprocessors for communication, DeepEP's own choice; ranks of each of several nodes in its kernels."""
+SIZED_FOR_ROW_BYTES, ROW_BYTES = 16 << 10, 14336
+"""So that one buffer serves rows of all widths; a multiple of 32 that one call takes, and that DeepEP's tables are for.
+"""
 CHUNK_BYTES = 128 << 20
 """Bytes that a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
