@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 _CLOSING = timedelta(milliseconds=1)
 _NO_TAG = 0x7FFFFF
 """Tag of a message that is never sent: one that met a real message of another size would end the process."""
-_POLL_SECONDS = 0.0002
+POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
 _SOON_SECONDS = 10.0
@@ -83,7 +83,7 @@ def gather_rows(mine: Tensor, group: dist.ProcessGroup, deadline: float | None =
             if time.monotonic() > deadline:
                 group.abort()
                 raise RuntimeError("a rank did not come in time")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
         raise TransportError(f"the ranks could not meet: {one_line(error)}") from error

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.worker import Worker
+from ..consensus import POLL_SECONDS, gather_json
 from ..consensus import TransportError as TransportError
-from ..consensus import gather_json
-
-POLL_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ _world: list[tuple[str, tuple[int, ...]]] = []
 
 
 def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
-    """Return why NVSHMEM cannot be started for a user between these ranks, or "" and note that it is. Asked by all who
-    start it, DeepEP's buffers among them; ``again``: this user may share its world."""
+    """Return why NVSHMEM cannot be started for a user (DeepEP's buffers are one, too) between these ranks, or "" and
+    note that it is. ``again``: this user may share its world."""
     user = by, tuple(dist.get_process_group_ranks(group))
     if _world and not (again and _world[0] == user):
         first, ranks = _world[0]
