@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.text import one_line
+from ..consensus import first_problem
 from .base import Message, Pending, SideStream, Transport, TransportError, wait_until
 from .nixl import rdma_devices
 from .nvshmem import claim
@@ -145,11 +146,10 @@ class DeepEP(Transport):
                 package = imported(asked="transport='deepep'")
         except ConfigError as error:
             problem = str(error)
-        nodes, problems = zip(*self._gather([node_of_this_rank(), problem], deadline), strict=True)
-        problem = next((f"EP rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
+        nodes = self._gather(node_of_this_rank(), deadline)
         if not problem and self._num_ranks > 1 and self._package is None:
             problem = why_not_between(self._num_ranks, min(map(nodes.count, nodes)))
-        if problem:
+        if problem := first_problem(problem, self._group, self._group_device, deadline):
             raise TransportError(f"transport 'deepep': {problem}")
         if self._num_ranks > 1:
             try:

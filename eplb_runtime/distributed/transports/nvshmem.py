@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from ..consensus import gather_bytes
+from ..consensus import first_problem, gather_bytes
 from .base import TransportError
 from .windows import HasLeft, Windows
 
@@ -52,7 +52,6 @@ def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
     return ""
 
 
-_running: list[Any] = []
 _windows: list[Tensor] = []
 _lent: set[int] = set()
 """Windows on the heap of this process, and the numbers of those that a transport uses."""
@@ -71,14 +70,13 @@ class Nvshmem(Windows):
             problem = claim("transport='nvshmem'", self._group, again=True)
         except TransportError as error:
             problem = str(error)
-        said = self._gather([problem, [n for n in range(len(_windows)) if n not in _lent]], deadline)
-        for rank, (text, _) in enumerate(said):
-            if text:
-                raise TransportError(f"EP rank {rank}: {text}")
-        if not _running:
+        if problem := first_problem(problem, self._group, self._group_device, deadline):
+            raise TransportError(problem)
+        said = self._gather([n for n in range(len(_windows)) if n not in _lent], deadline)
+        if not _windows:
             self._start(library, deadline)
         self._library = library
-        self._number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
+        self._number = min(set.intersection(*map(set, said)), default=len(_windows))
         if self._number == len(_windows):
             _windows.append(library.core.tensor((nbytes,), dtype=torch.uint8).zero_())
         _lent.add(self._number)
@@ -95,12 +93,11 @@ class Nvshmem(Windows):
         _lent.discard(self._number)
 
     def _start(self, library: Any, deadline: float) -> None:
-        first = self._rank == 0
-        identity = library.core.get_unique_id(empty=not first)
+        identity = library.core.get_unique_id(empty=self._rank > 0)
         raw = identity._data.view(np.uint8)
-        words = gather_bytes(raw.tobytes() if first else b"", self._group, self._group_device, deadline)
-        raw[:] = np.frombuffer(words[0], dtype=np.uint8)
+        raw[:] = np.frombuffer(
+            gather_bytes(raw.tobytes(), self._group, self._group_device, deadline)[0], dtype=np.uint8
+        )
         on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
         on.set_current()
         library.core.init(device=on, uid=identity, rank=self._rank, nranks=self._num_ranks, initializer_method="uid")
-        _running.append(library)
