@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -75,23 +76,18 @@ class ControlChannel:
                 f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
             )
 
-    def _whole(self, work: Work[T]) -> Callable[[], T]:
-        """Return work on the control group of now. If it fails, this rank hangs up: no other waits for its part, and
-        later work of this rank does not mix with it."""
-        group, agreement = self._groups.control, self.agreement
-
-        def whole() -> T:
-            try:
-                return work(group, agreement)
-            except Exception:
-                close_connections(group)
-                raise
-
-        return whole
+    def _do(self, work: Work[T], group: dist.ProcessGroup, agreement: Agreement) -> T:
+        """Do work on the thread. If it fails, this rank hangs up: no other waits for its part, and later work of this
+        rank does not mix with it."""
+        try:
+            return work(group, agreement)
+        except Exception:
+            close_connections(group)
+            raise
 
     def submit(self, work: Work[T]) -> Future[T]:
         """Begin work on the control group of now, and return its future."""
-        return self.worker.submit(self._whole(work))
+        return self.worker.submit(partial(self._do, work, self._groups.control, self.agreement))
 
     def result(self, work: Future[T], key: str) -> T:
         """Return what `submit` began, but do not wait for long. A rank whose wait times out records that under ``key``,
@@ -116,7 +112,8 @@ class ControlChannel:
         self.require("a comparison of ranks")
         try:
             seconds = self._seconds if seconds is None else seconds
-            return self.worker.do(self._whole(work), seconds + A_LITTLE_SECONDS)
+            work_here = partial(self._do, work, self._groups.control, self.agreement)
+            return self.worker.do(work_here, seconds + A_LITTLE_SECONDS)
         except Exception as error:
             name = "" if isinstance(error, RuntimeError | TimeoutError) else f"{type(error).__name__}: "
             raise ConnectionLost(f"{name}{error}") from error

@@ -64,14 +64,11 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
 """``MigrationConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""
 
-FIRST_BYTES = 8 << 20
-LEAST_SECONDS = 0.004
+FIRST_BYTES, LEAST_SECONDS, REPEATS = 8 << 20, 0.004, 3
 """To measure links, messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is:
 8 MiB are through NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
-MOST_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
-SHARE_OF_FREE_MEMORY = 8
+MOST_BYTES, SHARE_OF_FREE_MEMORY = {"cpu": 64 << 20, "cuda": 2 << 30}, 8
 """On a device, a probe takes at most one part in so many of what is free, for each of its two buffers."""
-REPEATS = 3
 
 
 def measure(
