@@ -150,10 +150,11 @@ def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
     """Come to a meeting of these ranks. ``problem``: why this rank cannot go on, as all are to hear it."""
     if problem:
-        store.compare_set(key, _CANNOT + problem)
+        store.compare_set(f"{key}/problem", problem)
     store.compare_set(f"{key}/{rank}", "here")
     if store.add(f"{key}/here", 1) == len(ranks):
-        store.compare_set(key, _ALL)
+        first = store.word_of(f"{key}/problem")
+        store.compare_set(key, _CANNOT + first if first else _ALL)
 
 
 def missing_at(store: JobStore, key: str, ranks: Sequence[int]) -> str:
@@ -208,7 +209,7 @@ def barrier(
         if not_come:
             raise RuntimeError(f"{cause}: it is collective: call it on every rank")
         before = str(call - 1)  # all are here, and past it
-        of_all = (before, f"{before}/here") if rank == everyone[0] else ()
+        of_all = (before, f"{before}/here", f"{before}/problem") if rank == everyone[0] else ()
         store.delete(f"{before}/{rank}", *of_all)
         return cause
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.text import one_line
-from .consensus import arrive, close_connections, gather_rows, outcome_of
+from .consensus import arrive, close_connections, gather_rows, missing_at
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -115,10 +115,12 @@ class ProcessGroups:
             for group in self._made:  # others wait for this rank
                 if group.name() == "gloo":
                     close_connections(group)
-            lost = "on at attach (it has died, or does not answer) "
-            return "" if own else outcome_of(store, "failed", self._members, ACCOUNT_SECONDS, lost)[0]
+            if own or store.wait("failed/problem", ACCOUNT_SECONDS):
+                return "" if own else store.word_of("failed/problem")
+            lost = missing_at(store, "failed", self._members)
         except StoreError:
             return ""
+        return f"rank {lost} was lost at attach: it has died, or does not answer" if lost else ""
 
     def finalize(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""

@@ -111,7 +111,7 @@ def dies(rank: int, place: str) -> str:
 def test_a_rank_that_dies_at_attach_is_named_within_the_deadline(place: str) -> None:
     """Others wait for it in the store, to connect, or in a collective."""
     for said in run_ranks(RANKS, dies, place, expect_exit=(LAST,))[:LAST]:
-        assert f"rank {LAST} did not come on at attach (it has died, or does not answer) within" in said
+        assert f"{LAST} was lost at attach: it has died, or does not answer" in said
 
 
 # -- given back --------------------------------------------------------------------------------------------------------
