@@ -41,8 +41,8 @@ Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
-    """Return a group of those of a job's sets with this rank: the one under the name ``like`` if that has the same
-    ranks; None if it is to have ``several`` and this rank is alone."""
+    """Return a group of those of a job's sets with this rank, made where it is first asked for: the one under the name
+    ``like`` if that has the same ranks; None if it is to have ``several`` and this rank is alone."""
 
     def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
         all_sets = getattr(groups.job, sets)
@@ -147,8 +147,6 @@ class ProcessGroups:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
         close_connections(self.control)
         close_connections(self.migration)
-
-    # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
     data: dist.ProcessGroup = _of("dp_groups", "data")
     """Ranks that hold the same stages: gradients outside the experts."""

@@ -96,8 +96,6 @@ class Windows(Transport):
         self._under_way: list[tuple[HasLeft, _Posted]] = []
         self._notes_are_here: HasLeft | None = None
 
-    # -- what each transport does its own way --------------------------------------------------------------------------
-
     @abstractmethod
     def _open(self, nbytes: int, deadline: float) -> Tensor:
         """Return this rank's window, uint8 and as large on every rank, and open those of others. Collective."""
