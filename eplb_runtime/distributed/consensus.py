@@ -319,12 +319,9 @@ class Agreement:
         while count < size:
             more = min(count, size - count)
             to, source = (self._ranks[(self._rank + distance) % size] for distance in (-count, count))
-            works = [
-                dist.isend(rows[:more], to, group=self._control),
-                dist.irecv(rows[count : count + more], source, group=self._control),
-            ]
-            for work in works:
-                assert work is not None
+            sent = dist.isend(rows[:more], to, group=self._control)
+            received = dist.irecv(rows[count : count + more], source, group=self._control)
+            for work in filter(None, (sent, received)):
                 work.wait(limit)  # by itself gloo waits as long as was said when the group was made
             count += more
         return rows.roll(self._rank, 0)

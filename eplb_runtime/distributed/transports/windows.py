@@ -71,12 +71,8 @@ class _Peer:
 
     sends: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
     receives: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
-    sent: int = 0
-    room: int = 0
-    arrived: int = 0
-    taken: int = 0
-    leaving: bool = False
-    gone: bool = False
+    sent = room = arrived = taken = 0
+    leaving = gone = False
 
 
 class Windows(Transport):
