@@ -38,6 +38,7 @@ _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+_in_use: list[ProcessGroups] = []
 
 
 def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
@@ -243,9 +244,6 @@ class ProcessGroups:
             except Exception as error:
                 # After a failure some are broken already; that is not worth an error any more.
                 logger.debug("a process group could not be ended: %s", error)
-
-
-_in_use: list[ProcessGroups] = []
 
 
 def release_dropped() -> None:

@@ -23,15 +23,11 @@ class OutOfStepError(RuntimeError):
 
 
 class ForwardTag(threading.local):
-    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch.
-
-    Attributes:
-        value: the tag of the forward that this thread is in.
-        place: layer and epoch of it.
-    """
+    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch."""
 
     value = 0
     place: tuple[int, int] | tuple[None, None] = (None, None)
+    """Layer and epoch of the forward that this thread is in."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self._rank = list(ranks), rank

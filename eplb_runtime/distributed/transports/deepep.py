@@ -41,6 +41,7 @@ CHUNK_BYTES = 128 << 20
 """Bytes that a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
+_buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
 
 
 def why_not(device: torch.device | None = None, *, low_latency: bool = False) -> str:
@@ -121,9 +122,6 @@ def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: A
     if key not in _buffers:
         _buffers[key] = new_buffer(package, group, there, back)
     return _buffers[key]
-
-
-_buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
 
 
 class DeepEP(Transport):

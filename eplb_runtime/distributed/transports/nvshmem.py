@@ -25,6 +25,11 @@ from .base import TransportError
 from .windows import HasLeft, Windows
 
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
+_world: list[tuple[str, tuple[int, ...]]] = []
+"""Who has started NVSHMEM in this process, and between which ranks: there is one world and never a second."""
+_windows: list[Tensor] = []
+_lent: set[int] = set()
+"""Windows on the heap of this process, and the numbers of those that a transport uses."""
 
 
 def load() -> Any:
@@ -37,10 +42,6 @@ def load() -> Any:
         raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({one_line(error)}): {INSTALL}") from error
 
 
-_world: list[tuple[str, tuple[int, ...]]] = []
-"""Who has started NVSHMEM in this process, and between which ranks: there is one world and never a second."""
-
-
 def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
     """Return why NVSHMEM cannot be started for a user (DeepEP's buffers are one, too) between these ranks, or "" and
     note that it is. ``again``: this user may share its world."""
@@ -50,11 +51,6 @@ def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
         return f"{first} has started NVSHMEM between ranks {list(ranks)}, and a process starts it once"
     _world[:] = [user]
     return ""
-
-
-_windows: list[Tensor] = []
-_lent: set[int] = set()
-"""Windows on the heap of this process, and the numbers of those that a transport uses."""
 
 
 class Nvshmem(Windows):
