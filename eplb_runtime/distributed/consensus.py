@@ -33,6 +33,7 @@ from .store import SETUP_SECONDS, JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
 
+Group = dist.ProcessGroup
 _CPU = torch.device("cpu")
 _CLOSING = timedelta(milliseconds=1)
 _NO_TAG = 0x7FFFFF
@@ -53,13 +54,13 @@ class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
+def timeout_of(group: Group, device: torch.device = _CPU) -> timedelta:
     """Return how long collectives of this group wait by now; messages between two ranks need it as an argument."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
-def close_connections(group: dist.ProcessGroup) -> None:
+def close_connections(group: Group) -> None:
     """Close its connections, so that ranks which wait for this one learn it at once."""
     with contextlib.suppress(RuntimeError):
         if group.name() != "gloo":
@@ -69,7 +70,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
 
 
-def gather_rows(mine: Tensor, group: dist.ProcessGroup, deadline: float | None = None) -> Tensor:
+def gather_rows(mine: Tensor, group: Group, deadline: float | None = None) -> Tensor:
     """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer. Given a
     deadline (of `time.monotonic`), the host waits, and TransportError says that it passed or that a rank is gone."""
     rows = mine.new_empty(group.size() * mine.numel())
@@ -90,9 +91,7 @@ def gather_rows(mine: Tensor, group: dist.ProcessGroup, deadline: float | None =
     return rows.view(group.size(), *mine.shape)
 
 
-def gather_bytes(
-    mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> list[bytes]:
+def gather_bytes(mine: bytes, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> list[bytes]:
     """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if no rank has any.
     Raises TransportError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
@@ -106,24 +105,20 @@ def gather_bytes(
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def gather_json(
-    mine: Any, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> list[Any]:
+def gather_json(mine: Any, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> list[Any]:
     """`gather_bytes` of what JSON can say; None is no bytes."""
     words = gather_bytes(b"" if mine is None else json.dumps(mine).encode(), group, device, deadline)
     return [json.loads(word) if word else None for word in words]
 
 
-def first_problem(
-    problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> str:
+def first_problem(problem: str, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> str:
     """Return the problem of the first rank that has one, with its number, the same on every rank; "" if none has."""
     texts = gather_bytes(problem.encode(), group, device, deadline)
     said = zip(dist.get_process_group_ranks(group), texts, strict=True)
     return next((f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text), "")
 
 
-def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def maxima(values: Tensor, group: Group) -> Tensor:
     """Return the element-wise maximum over ranks, in the memory of ``values``."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
@@ -140,7 +135,7 @@ def differing(values: Mapping[int, Hashable], ranks: Sequence[int], what: str) -
     return odd and f"rank {odd} has another {what} than rank {ranks[0]}"
 
 
-def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
+def all_equal(digest: bytes, what: str, group: Group, sets: Sequence[Sequence[int]] | None = None) -> str:
     """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
     ranks = dist.get_process_group_ranks(group)
     digests = dict(zip(ranks, gather_bytes(digest, group), strict=True))
@@ -300,7 +295,7 @@ class Agreement:
     it. A rank that has said yes asks for the outcome for ``most_seconds``."""
 
     def __init__(
-        self, control: dist.ProcessGroup, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
+        self, control: Group, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
     ) -> None:
         self._control, self._store, self._probe, self._most_seconds = control, store, probe, most_seconds
         self._rank, self._ranks = control.rank(), dist.get_process_group_ranks(control)

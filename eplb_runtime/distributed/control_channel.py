@@ -72,9 +72,7 @@ class ControlChannel:
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""
         if self.reconnecting:
-            raise ConnectionLost(
-                f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
-            )
+            raise ConnectionLost(f"{what} cannot work while the ranks connect again (see the log): try again later")
 
     def _do(self, work: Work[T], group: dist.ProcessGroup, agreement: Agreement) -> T:
         """Do work on the thread. If it fails, this rank hangs up: no other waits for its part, and later work of this

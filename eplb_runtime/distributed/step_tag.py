@@ -1,7 +1,5 @@
 """The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
-
-Ranks compare tags with the counts: where they differ, all raise at once and say which rank is in which forward.
-"""
+Where the tags of ranks differ, all raise at once and say which rank is in which forward."""
 
 from __future__ import annotations
 

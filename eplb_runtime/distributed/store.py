@@ -46,8 +46,7 @@ class JobStore:
         return self._silence is not None and not self._silence.done()
 
     def compare_set(self, key: str, word: str, *, passing: bool = False) -> str:
-        """Write the first word of a key; returns the one that is there, the same for all who ask. ``passing``: `forget`
-        deletes the key."""
+        """Return the first word of a key, this one if there is none yet. ``passing``: `forget` deletes the key."""
         if passing and key not in self._passing:
             self._passing.append(key)
         return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode())

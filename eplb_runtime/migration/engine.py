@@ -42,8 +42,7 @@ and the layers that differ. The returned function is called after the commit and
 
 
 class MigrationBroken(RuntimeError):
-    """This rank failed after all ranks had agreed to commit: the place of its experts is unknown. Go back to a
-    checkpoint."""
+    """This rank failed after all had agreed to commit: the place of its experts is unknown. Go back to a checkpoint."""
 
 
 @dataclass

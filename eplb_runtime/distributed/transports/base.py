@@ -21,12 +21,8 @@ from ..consensus import TransportError as TransportError
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes to or from a peer. Messages between two ranks are matched in order; both sides know the sizes.
-
-    Args:
-        peer: rank within the EP group; this rank's own number is allowed.
-        data: contiguous uint8, on the transport's ``device``, may be empty; a message received is written into it.
-    """
+    """Bytes to or from a peer, a rank of the EP group or this one itself: contiguous uint8 on the transport's device, may
+    be empty; what is received is written into them. Those of two ranks are matched in order, and both know the sizes."""
 
     peer: int
     data: Tensor
@@ -82,8 +78,7 @@ class Transport(ABC):
 
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
-        """Open the connections to all peers, unless they are; so that the first rebalance does not pay for them.
-        Collective."""
+        """Open the connections to all peers, so that the first rebalance does not pay for them. Collective."""
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

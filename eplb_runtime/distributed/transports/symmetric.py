@@ -1,7 +1,6 @@
 """Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
 
-Rows of replicas lie in it, and windows of messages (`windows.py`), which the copy engines write. All ranks of a node
-make the same blocks in the same order.
+Rows of replicas lie in it, and windows of messages, which copy engines write. All ranks make the same blocks in order.
 """
 
 from __future__ import annotations
