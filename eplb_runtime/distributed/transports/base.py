@@ -21,8 +21,8 @@ from ..consensus import TransportError as TransportError
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes to or from a peer, a rank of the EP group or this one itself: contiguous uint8 on the transport's device, may
-    be empty; what is received is written into them. Those of two ranks are matched in order, and both know the sizes."""
+    """Bytes to or from a peer, a rank of the EP group or this one itself: contiguous uint8 on the transport's device,
+    may be empty; what is received is written into them. Those of two ranks are matched in order, of known sizes."""
 
     peer: int
     data: Tensor
