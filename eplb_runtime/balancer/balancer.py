@@ -436,6 +436,11 @@ class Balancer:
         shown.follow(self.events)
         self.close_with(shown.close)
 
+    def place(self, target: Placement) -> None:
+        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
+        with them, unless one is in flight. Collective."""
+        self.rebalancer.place(target)
+
     def begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
         self._enter(what)
