@@ -68,11 +68,6 @@ def _outside_graphs(methods_of: C) -> C:
 class Balancer:
     """Keeps the experts of one model balanced; made by ``attach``, which also hooks it into the optimizer.
 
-    Args:
-        transport: moves experts; warmed up.
-        hook_optimizers: makes what hooks optimizers (`hosts.attaching.optimizers.Optimizers`).
-        export_with: makes what exports weights (`checkpoint.stream.Exporter`).
-
     Attributes:
         config: its settings.
         topology: ranks, nodes and measured bandwidths.
