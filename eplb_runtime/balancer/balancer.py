@@ -467,8 +467,8 @@ class Balancer:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, self.tensors.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas
-            one_stream = replicas is None or runtime.device.type == "cpu"  # else both wait for what the caller's did
-            channels.open(second, *(() if one_stream else (replicas.wait_all,)))
+            # both streams wait for what the caller's has waited for
+            channels.open(second, *(() if replicas is None or runtime.device.type == "cpu" else (replicas.wait_all,)))
         return channels
 
     def _enter(self, what: str) -> None:
