@@ -100,9 +100,7 @@ def asked(
         lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1),
         new_batch,
         steps=steps,
-        config=eplb.BalancerConfig(
-            replica_slots=replica_slots, dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64)
-        ),
+        config=eplb.BalancerConfig(replica_slots=replica_slots),
     )
 
 
