@@ -49,8 +49,8 @@ def forget_gradients_of_replicas() -> None:
 
 
 def give_more_than_the_layers_own_code() -> None:
-    forward = ExpertParallelLayer._forward
-    ExpertParallelLayer._forward = lambda self, *given: 1.01 * forward(self, *given)
+    forward = ExpertParallelLayer.__call__
+    ExpertParallelLayer.__call__ = lambda self, *given: 1.01 * forward(self, *given)
 
 
 def keep_a_snapshot() -> None:
