@@ -63,7 +63,7 @@ from .description import AnyOptimizer, AttachError, MoELayer, Request, ShardingM
 from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
-from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
+from .state_hooks import OF_ONE_RANK, keep_from_dcp, mark_state
 from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
@@ -156,8 +156,7 @@ def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: t
     if trial is not None:
         config, ranks = layout_of(trial, config, ranks)
     single = trial is not None and trial.layout == "single"
-    # A communicator of a job that leaves part of the world out would stay to the end of the process.
-    groups = join([stage], config, ranks, device, only_control=True)
+    groups = join([stage], config, ranks, device)
     asked = Request([stage], [], config, groups, device, None, single)
     with rollback(groups) as undo:
         placement = check(asked)
@@ -171,16 +170,14 @@ def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: t
     groups.close()
 
 
-def join(
-    stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device, *, only_control: bool = False
-) -> ProcessGroups:
-    """Make groups of all ranks. Collective."""
+def join(stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device) -> ProcessGroups:
+    """Meet the ranks of the job. Collective."""
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
         layers, seconds = [len(stage.host.layers) for stage in stages], config.timeout_seconds
-        return ProcessGroups(ranks, layers, device, seconds, only_control=only_control)
+        return ProcessGroups(ranks, layers, device, seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
 
@@ -189,6 +186,7 @@ def check_all(request: Request, links: ExitStack) -> Checked:
     """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
     or none. ``links`` ends what was made."""
     config, groups, device = request.config, request.groups, request.device
+    groups.make()
     release_dropped()
     seconds, job = groups.setup_seconds, groups.job
     transport = new_transport(config, groups.migration, groups.backend, device, seconds)
@@ -349,7 +347,7 @@ def install(made: Checked, balancer: Balancer) -> None:
     for index, name, layer in made.layers:
         mark_state(layer.experts, name, balancer, index, None if layer.slots else of_part)
         for own_name in layer.parameters if made.job.ep_size > 1 and not layer.slots else ():
-            mark_parameter(layer.parameter(own_name))
+            keep_from_dcp(layer.parameter(own_name))
     for stage in made.stages:
         balancer.closing.callback(stage.host.watch_batches().remove)
         here = frozenset(index for index, name, _ in made.layers if name.startswith(stage.prefix))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig, DispatchConfig
-from ...distributed.consensus import barrier, deviating, first_problem, gather_json, has_another
+from ...distributed.consensus import barrier, differing, first_problem, gather_json
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
 from ...moe.experts.slices import has_divide_factor, is_sliced, local, why_not_rows, why_not_slices
@@ -80,8 +80,8 @@ def check(asked: Request) -> Placement:
         of_ranks = {rank: of_rank[number] for rank, (_, of_rank, _) in said.items() if of_rank[number] is not None}
         for together in [job.ranks] if over_all else job.dp_groups:
             having = [rank for rank in together if rank in of_ranks]
-            if odd := deviating(of_ranks, having):
-                raise AttachError(f"{has_another(odd, what, having[0])}: {hint}")
+            if odd := differing(of_ranks, having, what):
+                raise AttachError(f"{odd}: {hint}")
     if not (experts := max(count for *_, count in said.values())):
         raise AttachError("no stage has an MoE layer: nothing to balance")
     placement = _initial_placement(config, job, experts, given)
