@@ -38,21 +38,20 @@ from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.dispatch.choosing import dispatch_problem, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
-from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
+from ...moe.routing.slots import BatchSplitter, SlotTable
 from ...observe.recording import Recorder
 from ...observe.start import Observers
 from ...placement import Placement
-from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
+from ...replicas.bank import GradientPool, ReplicaBank
+from ...replicas.compute import PersistentReplicas, ShardedReplicas
 from ...replicas.copy_engine import CopyEngine
-from ...replicas.plan import RowTransport
-from ...replicas.point_to_point import PointToPoint
+from ...replicas.plan import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
@@ -135,8 +134,7 @@ class Checked(Request):
     topology: Topology
     transport: Transport
     placement: Placement
-    dispatch: DispatchChoice
-    copies: RowTransport
+    copies: PointToPoint
     tests: Sequence[LayerTest]
 
 
@@ -196,15 +194,14 @@ def check_all(request: Request, links: ExitStack) -> Checked:
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
     placement = check(request)
     tests = try_together(request)
-    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
-    raise_on_all(dispatch.problem, groups)
+    slots = placement.slots_per_rank
+    raise_on_all(dispatch_problem(config, groups.dispatch, topology, slots, device, seconds), groups)
     copies = _transport_of_copies(config, groups, topology, device)
     return Checked(
         **vars(request),
         topology=topology,
         transport=transport,
         placement=placement,
-        dispatch=dispatch,
         copies=copies,
         tests=tests,
     )
@@ -218,7 +215,7 @@ def shard(made: Checked) -> Shards:
     slots, parts = config.replica_slots, job.dp_shard_degree
     registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
     shards, rows_LH = Shards(registry), _rows_of_rank(placement, job.ep_rank)
-    gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
+    gradients: GradientPool | None = {} if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
             for own, of_slots in layer.slots.items():
@@ -253,10 +250,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
-    if job.is_planner and config.dispatch.name != "all_to_all":
-        logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
-    dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
+    dispatcher = make_dispatcher(config, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = [(stage, stage.prefix + n, p) for stage in made.stages for n, p in stage.model.named_parameters()]
@@ -310,8 +305,8 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
         return Maps(table, None, None)
     divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
     replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
-    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
-    splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
+    here = made.placement, made.device, job.ep_rank
+    splitter = BatchSplitter(*here, nodes, config.speed_R, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
         rows = [local(p)[0].nbytes // job.dp_shard_degree for bank in shards.banks.values() for p in bank.parameters]
         size = config.replica_slots * sum(rows) / 2**20
@@ -464,11 +459,11 @@ def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]
 
 def _transport_of_copies(
     config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
-) -> RowTransport:
+) -> PointToPoint:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
-    by_torch = PointToPoint(groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks)
+    between = groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks
     if config.copies_by == "torch":
-        return by_torch
+        return PointToPoint(*between)
 
     def made() -> CopyEngine:
         node = groups.of_nodes(topology.ranks_per_node)
@@ -477,7 +472,7 @@ def _transport_of_copies(
         memory = NodeMemory(node, device, host_seconds)
         memory.connect(time.monotonic() + groups.setup_seconds)
         size = topology.ranks_per_node * groups.job.dp_shard_degree
-        return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
+        return CopyEngine(memory, groups.job.row_rank // size * size, device, *between)
 
     what = "copies_by='copy_engine': "
     # What can be seen before ranks meet.
@@ -504,7 +499,8 @@ def _local_experts(
     divisor = of_slices if sliced else in_layers
     if replicas is None or bank is None:
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
+    of_layer: dict[str, Any] = {"layer": index, "bank": bank, "sync": replicas}
     if bank.is_sliced:
-        gather = ReplicaGather(made.groups.parts, made.groups.twins)
-        return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
-    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
+        of_layer |= {"group": made.groups.parts, "replica_group": made.groups.twins}
+        return ShardedReplicas(compute, live_weights, divisor, **of_layer)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, **of_layer)
