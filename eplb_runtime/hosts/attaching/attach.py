@@ -1,4 +1,4 @@
-"""From described models and optimizers to a running balancer, the same way for every framework, in four functions.
+"""From described models and optimizers to a running balancer, the same way for every framework.
 
 A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here: `join`
 -> `check_all` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a frozen value.
@@ -12,12 +12,12 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,8 @@ from ...balancer.balancer import Balancer
 from ...balancer.rebalancer import new_transport
 from ...balancer.runtime import Divisors, ModelCheck, Runtime
 from ...checkpoint.stream import Exporter, weights_of
-from ...config import BalancerConfig, launcher_environment, take_trial
+from ...config import launcher_environment, take_trial
 from ...distributed.process_groups import ProcessGroups, host_timeout, release_dropped
-from ...distributed.ranks import Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports import measure
 from ...distributed.transports.base import Transport
@@ -59,8 +58,8 @@ from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
-from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
-from .description import AnyOptimizer, AttachError, MoELayer, Request, ShardingMark, Stage, mark_spread, spread_of
+from .checks import check, raise_on_all, rollback, wait_for_ranks
+from .description import AnyOptimizer, AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
@@ -68,70 +67,46 @@ from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
 from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
-T = TypeVar("T")
 _STEADY_ROW_BYTES = 128
 """Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
 end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row is."""
 
 
-def attach_stages(
-    stages: Sequence[Stage],
-    optimizers: Sequence[AnyOptimizer],
-    *,
-    config: BalancerConfig,
-    ranks: Ranks,
-    device: torch.device,
-    container: torch.optim.Optimizer | None = None,
-) -> Balancer:
-    """``attach`` for models that their host has described; errors as there. Collective over the job.
-
-    Args:
-        stages: the models of this rank, in the order of ``ranks.stages``.
-        optimizers: none: inference.
-        device: where the experts are, or will be made.
-        container: steps the optimizers, all in one step of its own; None: each steps by itself.
-    """
-    trial, given = take_trial(), config
-    not_single = "" if trial is None else why_not_single(stages, ranks)
-    if trial is not None:
-        config, ranks = layout_of(trial, config, ranks)
-    single = trial is not None and trial.layout == "single"
-    groups = join(stages, config, ranks, device)
-    request = Request(stages, optimizers, config, groups, device, container, single)
+def attach_stages(described: Described) -> Balancer:
+    """``attach`` for models that their host has described; errors as there. Collective over the job."""
+    request, given = join(described), described.config
+    groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
-        links = undo.enter_context(ExitStack())
-        checked = check_all(request, links)
-        steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
-        undo.callback(ModelSnapshot([stage.model for stage in stages], steppers).restore)
-        # Nothing in here waits for other ranks.
-        runtime = _on_all_or_none(lambda: build_runtime(checked, shard(checked)), groups)
+        checked = check_all(request, undo)
+        steppers = _of_torch([*request.optimizers, request.container])
+        undo.callback(ModelSnapshot([stage.model for stage in request.stages], steppers).restore)
+        runtime = build_runtime(checked, shard(checked))
+        raise_on_all("", groups)
         checked.copies.open()
         balancer = _balancer(checked, runtime)
-        links.pop_all()  # the balancer closes them
-        links.callback(balancer.close)
-        _on_all_or_none(lambda: install(checked, balancer), groups)
+        undo.callback(balancer.close)
+        install(checked, balancer)
+        raise_on_all("", groups)
         balancer.begin()
-        for problem in filter(None, (test.problem for test in checked.tests)):
-            balancer.guard.report(problem)
+        for test in checked.tests:
+            balancer.guard.report(test.problem)
         of_bits = _notes(checked, balancer)
-        # The last exchange: a rank that fails any later is one that the others do not learn of.
-        _on_all_or_none(lambda: _record(checked, balancer), groups)
+        _record(checked, balancer)
+        raise_on_all("", groups)  # a rank that fails any later is one that the others do not learn of
     groups.finalize()
-    checked.transport.wait_at_most(config.timeout_seconds)
+    checked.transport.wait_at_most(given.timeout_seconds)
     if groups.job.is_planner:
-        _log_attached(balancer)
-        for line in of_bits:
-            logger.warning("%s", line)
+        _log_attached(balancer, of_bits)
     if trial is not None:
-        balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
+        balancer.config = replace(request.config, policy=given.policy)  # `declare` and the like are allowed as ever
         tested = zip(request.layers, checked.tests, strict=True)
         untried = [f"{name} ({test.untried})" for (_, name, _), test in tested if test.untried]
-        known = {"notes": of_bits, "untried": untried, "not_single": not_single, "replica_slots": given.replica_slots}
-        TrialRun(trial, balancer, stages, known)
+        known = {"notes": of_bits, "untried": untried, "replica_slots": given.replica_slots}
+        TrialRun(request, trial, balancer, known)
     return balancer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checked(Request):
     """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
 
@@ -143,74 +118,69 @@ class Checked(Request):
     tests: Sequence[LayerTest]
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """Experts that are left on this rank, and weak references to the parameters that they replace, by name."""
 
     registry: ExpertTensors
-    banks: dict[int, ReplicaBank] = field(default_factory=dict)
-    replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    banks: dict[int, ReplicaBank]
+    replaced: dict[str, weakref.ref[Tensor]]
 
 
-def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: torch.device) -> None:
+def shard_stage(described: Described) -> None:
     """``shard_experts`` for a model whose host has described it; errors as there."""
-    host, trial = stage.host, take_trial(keep=True)
-    if trial is not None:
-        config, ranks = layout_of(trial, config, ranks)
-    single = trial is not None and trial.layout == "single"
     # A communicator of a job that leaves part of the world out would stay to the end of the process.
-    groups = join([stage], config, ranks, device, only_control=True)
-    asked = Request([stage], [], config, groups, device, None, single)
-    with rollback(groups) as undo:
-        placement = check(asked)
-        for problem in filter(None, (test.problem for test in try_together(asked))):
+    request = join(described, only_control=True)
+    (stage,), job = request.stages, request.job
+    with rollback(request.groups) as undo:
+        placement, tests = check(request)
+        for problem in filter(None, (test.problem for test in tests)):
             logger.warning("%s", problem)
         undo.callback(ModelSnapshot([stage.model], []).restore)
-        for layer, rows in zip(host.layers, _rows_of_rank(placement, groups.job.ep_rank), strict=True):
+        for layer, rows in zip(stage.host.layers, _rows_of_rank(placement, job.ep_rank), strict=True):
             for name in layer.parameters:
-                layer.put(name, cut_rows(layer, name, rows, device, single))
-            mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), groups.job.ep_ranks))
-    groups.close()
+                layer.put(name, cut_rows(layer, name, rows, request.device, request.single))
+            mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), job.ep_ranks))
+    request.groups.close()
 
 
-def join(
-    stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device, *, only_control: bool = False
-) -> ProcessGroups:
+def join(described: Described, *, only_control: bool = False) -> Request:
     """Make groups of all ranks. Collective."""
+    config, ranks, device = described.config, described.ranks, described.device
+    if (trial := take_trial(keep=only_control)) is not None:
+        config, ranks = layout_of(trial, config, ranks)
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
-        layers, seconds = [len(stage.host.layers) for stage in stages], config.timeout_seconds
-        return ProcessGroups(ranks, layers, device, seconds, only_control=only_control)
+        layers = [len(stage.host.layers) for stage in described.stages]
+        groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=only_control)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
+    return Request(**{**vars(described), "config": config, "ranks": ranks}, groups=groups, trial=trial)
 
 
-def check_all(request: Request, links: ExitStack) -> Checked:
+def check_all(request: Request, undo: ExitStack) -> Checked:
     """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
-    or none. ``links`` ends what was made."""
-    config, groups, device = request.config, request.groups, request.device
+    or none."""
+    config, groups, job, device = request.config, request.groups, request.job, request.device
     release_dropped()
-    seconds, job = groups.setup_seconds, groups.job
+    seconds = groups.setup_seconds
     transport = new_transport(config, groups.migration, groups.backend, device, seconds)
-    links.callback(transport.close)
+    undo.callback(transport.close)
     transport.warm_up(time.monotonic() + seconds)
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement = check(request)
-    tests = try_together(request)
+    placement, tests = check(request)
     dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
     raise_on_all(dispatch.problem, groups)
-    copies = _transport_of_copies(config, groups, topology, device)
     return Checked(
         **vars(request),
         topology=topology,
         transport=transport,
         placement=placement,
         dispatch=dispatch,
-        copies=copies,
+        copies=_transport_of_copies(request, topology),
         tests=tests,
     )
 
@@ -222,7 +192,7 @@ def shard(made: Checked) -> Shards:
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
     slots, parts = config.replica_slots, job.dp_shard_degree
     registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
-    shards, rows_LH = Shards(registry), _rows_of_rank(placement, job.ep_rank)
+    shards, rows_LH = Shards(registry, {}, {}), _rows_of_rank(placement, job.ep_rank)
     gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
@@ -264,8 +234,8 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
-    named = [(stage, stage.prefix + n, p) for stage in made.stages for n, p in stage.model.named_parameters()]
-    dense = [(stage, name, p) for stage, name, p in named if id(p) not in experts]
+    named = [(stage, name, p) for stage in made.stages for name, p in stage.model.named_parameters()]
+    dense = [(stage, stage.prefix + name, p) for stage, name, p in named if id(p) not in experts]
     is_sharded = any(is_sliced(p) for *_, p in dense)
     sums = job.gradient_divisor == 1 and all(s.host.ranks is None or s.host.ranks.gradient_divisor for s in made.stages)
     divisors = Divisors.of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
@@ -275,7 +245,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         if layer.compute is None:
             layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
-            here = _local_experts(made, index, layer, divisors, maps.replicas, shards.banks.get(index))
+            here = _local_experts(made, index, layer, divisors, maps, shards.banks.get(index))
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
@@ -356,7 +326,7 @@ def install(made: Checked, balancer: Balancer) -> None:
         for own_name in layer.parameters if made.job.ep_size > 1 and not layer.slots else ():
             mark_parameter(layer.parameter(own_name))
     for stage in made.stages:
-        balancer.closing.callback(stage.host.watch_batches().remove)
+        balancer.closing.callback(stage.host.watch_batches())
         here = frozenset(index for index, name, _ in made.layers if name.startswith(stage.prefix))
         follow_forwards(stage.model, balancer.loop, here)
     balancer.optimizer_hooks.add(made.optimizers, made.container)
@@ -371,6 +341,10 @@ def _record(made: Checked, balancer: Balancer) -> None:
     if not job.is_planner:
         return
     if config.run is not None:
+        registry = balancer.runtime.registry
+        weights = [one for layer in registry.layers[:1] for one in registry.by_expert(layer)]
+        # By shapes alone: rank 0 is alone here, and a row of a DTensor is a collective.
+        rows = [(one[0], one[0].shape) if isinstance(one, tuple) else (one, one.shape[1:]) for one in weights]
         recorded = RecordedJob(
             ranks=len(job.ranks),
             ranks_per_node=topology.ranks_per_node,
@@ -378,7 +352,9 @@ def _record(made: Checked, balancer: Balancer) -> None:
             takes_no_replicas=int(made.host_dispatches),
             interval=config.interval or 0,
             device=made.device.type,
-            **_expert_sizes(balancer.runtime.registry),
+            expert_parameters=sum(shape.numel() for _, shape in rows),
+            expert_bytes=sum(shape.numel() * one.element_size() for one, shape in rows),
+            dtype=next((str(one.dtype).removeprefix("torch.") for one, _ in rows), ""),
         )
         recorder = Recorder(Path(config.run), placement.num_layers, placement.num_experts, recorded)
 
@@ -421,87 +397,52 @@ def _notes(made: Checked, balancer: Balancer) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _log_attached(balancer: Balancer) -> None:
-    """Log how experts are spread."""
+def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
+    """Log how experts are spread, and what bits depend on."""
     config, placement = balancer.config, balancer.placement
     decisions = "rebalance() decides" if config.interval is None else f"a decision every {config.interval} steps"
     if config.policy == "static":
         decisions = "experts stay where they are (policy='static')"
     slots = f" and {config.replica_slots} replica slots" if config.replica_slots else ""
     layers, ranks = counted(placement.num_layers, "MoE layer"), counted(placement.num_ranks, "rank")
-    each = placement.num_experts // placement.num_ranks
-    logger.info(
-        "attached: %s of %d experts, %d on each of %s%s; %s",
-        layers,
-        placement.num_experts,
-        each,
-        ranks,
-        slots,
-        decisions,
-    )
+    spread = f"{placement.num_experts // placement.num_ranks} on each of {ranks}{slots}"
+    logger.info("attached: %s of %d experts, %s; %s", layers, placement.num_experts, spread, decisions)
+    for line in of_bits:
+        logger.warning("%s", line)
 
 
-def _on_all_or_none(work: Callable[[], T], groups: ProcessGroups, what: str = "") -> T:
-    """Return what this rank's work gives; where it fails on one rank, every rank raises. Collective."""
-    problem, result = "", list[T]()
-    try:
-        result.append(work())
-    except Exception as error:
-        problem = what + one_line(error, with_type=not what)
-    raise_on_all(problem, groups)
-    return result[0]
-
-
-def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
-    """Return sizes of one expert of this rank's first layer, as fields of `RecordedJob`. By shapes alone: rank 0 is
-    alone here, and a row of a DTensor is a collective."""
-    weights = [one for layer in registry.layers[:1] for one in registry.by_expert(layer)]
-    if not weights:
-        return {}
-    numels = [one[0].numel() if isinstance(one, tuple) else one.shape[1:].numel() for one in weights]
-    dtypes = [(one[0] if isinstance(one, tuple) else one).dtype for one in weights]
-    return {
-        "expert_parameters": sum(numels),
-        "expert_bytes": sum(numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)),
-        "dtype": str(dtypes[0]).removeprefix("torch."),
-    }
-
-
-def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
+def _of_torch(optimizers: Sequence[AnyOptimizer | None]) -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
 
 
-def _transport_of_copies(
-    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
-) -> RowTransport:
+def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
-    by_torch = PointToPoint(groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks)
+    config, groups, device = asked.config, asked.groups, asked.device
+    group = groups.replicas if config.replica_slots else groups.rows
+    carrier: RowTransport = PointToPoint(group, groups.job.row_ranks)
     if config.copies_by == "torch":
-        return by_torch
-
-    def made() -> CopyEngine:
+        return carrier
+    what = "copies_by='copy_engine': "
+    # What can be seen before ranks meet.
+    why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
+    raise_on_all(what + why if why else "", groups)
+    problem = ""
+    try:
         node = groups.of_nodes(topology.ranks_per_node)
         # As long as any wait for a lost rank.
         host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
         memory = NodeMemory(node, device, host_seconds)
         memory.connect(time.monotonic() + groups.setup_seconds)
         size = topology.ranks_per_node * groups.job.dp_shard_degree
-        return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
-
-    what = "copies_by='copy_engine': "
-    # What can be seen before ranks meet.
-    why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
-    raise_on_all(what + why if why else "", groups)
-    return _on_all_or_none(made, groups, what)
+        carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, carrier)
+    except Exception as error:
+        problem = what + one_line(error)
+    raise_on_all(problem, groups)
+    return carrier
 
 
 def _local_experts(
-    made: Checked,
-    index: int,
-    layer: MoELayer,
-    divisors: Divisors,
-    replicas: ReplicaSync | None,
-    bank: ReplicaBank | None,
+    made: Checked, index: int, layer: MoELayer, divisors: Divisors, maps: Maps, bank: ReplicaBank | None
 ) -> LocalExperts:
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
@@ -511,9 +452,9 @@ def _local_experts(
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
     divisor = of_slices if sliced else divisors.in_layers
-    if replicas is None or bank is None:
+    if maps.replicas is None or bank is None:
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
     if bank.is_sliced:
         gather = ReplicaGather(made.groups.parts, made.groups.twins)
-        return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
-    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
+        return ShardedReplicas(compute, live_weights, divisor, index, bank, maps.replicas, gather=gather)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, maps.replicas)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -25,10 +24,10 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
-from .. import _all_can_attach, pipelining
+from .. import pipelining
 from ..attaching.attach import attach_stages
-from ..attaching.checks import device_of
-from ..attaching.description import NOT_RUN, AttachError, HostModel, ShardingMark, Stage, mark_spread
+from ..attaching.checks import describe_together, device_of
+from ..attaching.description import NOT_RUN, AttachError, Described, HostModel, ShardingMark, mark_spread, stages_of
 from ..attaching.state_hooks import keep_logical_order
 from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import (
@@ -103,35 +102,22 @@ def _build(
     """Attach after the model's own function; raises `AttachError` on every rank, or on none."""
     if own is not None:
         own(optimizers, model_parts, parallel_dims)
-    ranks, stages, problem = Ranks(), [], None
-    device, settings = torch.device("cpu"), TitanSettings()
-    try:
+
+    def job(balancer_config: BalancerConfig) -> Described:
         settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
-        _refuse(settings, config)
+        _refuse(settings, balancer_config)
+        if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
+            logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
         numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
         shards = parallel_dims.get_mesh("efsdp").size()
         ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=shards)
-        stages = [
-            Stage(
-                number,
-                part,
-                replace(_host(part, ep_ranks, settings), notes=tuple(notes(settings))),
-                f"stages.{number}." if len(numbers) > 1 else "",
-            )
-            for number, part in zip(numbers, model_parts, strict=True)
-        ]
-        device = device_of(stages, None)
-    except Exception as error:
-        problem = error
-    _all_can_attach(ranks, "attach", config, problem)
-    balancer = attach_stages(
-        stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
-    )
-    if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
-        logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
-    for stage in stages:
+        stages = stages_of(numbers, model_parts, [_host(part, ep_ranks, settings) for part in model_parts])
+        return Described(stages, optimizers.optimizers, balancer_config, ranks, device_of(stages, None), optimizers)
+
+    balancer = attach_stages(described := describe_together("attach", job, config))
+    for stage in described.stages:
         keep_logical_order(stage.model, stage.host.layers, balancer, same_tensors=True)
     if parallel_dims.pp_enabled:
         _accompany(model_parts, balancer)
@@ -146,7 +132,10 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
         mark_spread(layer.experts, ShardingMark(layer.num_experts // len(ep_ranks), "", ep_ranks))
     # Batches are packed: every token is real.
     return HostModel(
-        tuple(layers), saves_itself="torchtitan's own checkpointer (config.checkpoint)", dispatches=backend != STANDARD
+        tuple(layers),
+        saves_itself="torchtitan's own checkpointer (config.checkpoint)",
+        dispatches=backend != STANDARD,
+        notes=tuple(notes(settings)),
     )
 
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...moe.layer import ExpertParallelLayer
-from ..attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, refusing, spread_of
+from ..attaching.description import AttachError, End, HostModel, MoELayer, refusing, spread_of
 from ..attaching.expert_spans import mark_calls
 from . import folders
 from .adapters import (
@@ -66,28 +65,31 @@ def describe(model: nn.Module) -> HostModel:
     )
 
 
-def watched(model: nn.Module) -> WatchedModel:
+def watched(model: nn.Module) -> HostModel:
     """The MoE layers of ``model`` in model order, also of one that could not be balanced."""
     padding = _Padding()
-    return WatchedModel(
-        tuple(
-            _watched_layer(name, module) for name, module in model.named_modules() if follows_experts_interface(module)
-        ),
-        padding.real_tokens,
-        lambda: padding.watch(model, padding.see),
-    )
+    found = [(name, module) for name, module in model.named_modules() if follows_experts_interface(module)]
+    layers = tuple(_watched_layer(name, module) for name, module in found)
+    return HostModel(layers, padding.real_tokens, lambda: padding.watch(model, padding.see))
 
 
-def _watched_layer(name: str, experts: nn.Module) -> WatchedLayer:
+def _watched_layer(name: str, experts: nn.Module) -> MoELayer:
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     first = next(experts.parameters(recurse=False), None)
     rows = num_experts if first is None or not first.ndim else int(first.shape[0])
     ep_size = max(1, rows // num_experts)  # by the library, whose tensors then count all experts on each rank
-    watch, mark_work = partial(_see_choices, experts), partial(mark_calls, experts, "forward")
-    return WatchedLayer(name, num_experts * ep_size, watch, experts, rows, mark_work, ep_size * (ep_size > 1))
+    return MoELayer(
+        name,
+        experts,
+        num_experts * ep_size,
+        watch=partial(_see_choices, experts),
+        mark_work=partial(mark_calls, experts, "forward"),
+        experts_here=rows,
+        ep_size=ep_size * (ep_size > 1),
+    )
 
 
-def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
+def _see_choices(experts: nn.Module, see: Callable[[Tensor, int, int], None]) -> End:
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
@@ -190,7 +192,7 @@ class _Padding:
         """The mask of the batch that this thread runs now."""
         self._masks.now = mask
 
-    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> Any:
+    def watch(self, model: nn.Module, see: Callable[[Tensor | None], None]) -> End:
         """Look at what each forward of the model is given, from now on; what runs outside of one has no mask."""
 
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,7 +206,7 @@ class _Padding:
             before.remove()
             after.remove()
 
-        return SimpleNamespace(remove=remove)
+        return remove
 
     def real_tokens(self, tokens: int) -> Tensor | None:
         """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
