@@ -22,16 +22,7 @@ from ..distributed.ranks import Ranks
 from . import module
 from .attaching.attach import attach_stages, shard_stage
 from .attaching.checks import describe_together, device_of
-from .attaching.description import (
-    AnyOptimizer,
-    AttachError,
-    Described,
-    HostModel,
-    Stage,
-    spread_of,
-    stages_of,
-    unwrapped,
-)
+from .attaching.description import AttachError, Described, HostModel, Stage, spread_of, stages_of, unwrapped
 from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
@@ -93,7 +84,11 @@ def attach(
         if ranks is not None and ep_group is not None:
             raise AttachError("give ep_group or ranks, not both: ranks names the EP groups")
         models = [model] if isinstance(model, nn.Module) else list(model)
-        of_each = _layers_of(models, layers)
+        of_each: list[Any] = [None] * len(models)
+        if layers is not None:
+            of_each = [list(own) for own in layers if not isinstance(own, MoE)] or [list(layers)]
+        if len(of_each) != len(models):
+            raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
         # A stage of a pipeline may have no MoE layer; a whole model without is a mistake.
         hosts = [_describe(part, own, ranks is not None) for part, own in zip(models, of_each, strict=True)]
         of_hosts = _ranks_of_hosts(ranks, ep_group, hosts)
@@ -102,7 +97,11 @@ def attach(
         optimizers = [unwrapped(one) for one in given if one is not None]
         if refused := [line for host in hosts for line in host.problems(optimizers, config)]:
             raise AttachError("; also, ".join(dict.fromkeys(refused)))
-        optimizers = [_adapted(one, stages) for one in optimizers]
+        if adapt := next((host.optimizer for host in hosts if host.optimizer is not None), None):
+            named = [replace(layer, name=stage.prefix + layer.name) for stage in stages for layer in stage.host.layers]
+            optimizers = [adapt(named, one) for one in optimizers]
+        elif odd := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
+            raise AttachError(f"a {type(odd[0]).__name__} is no torch.optim.Optimizer")
         return Described(stages, optimizers, config, of_hosts, device_of(stages, device))
 
     return attach_stages(describe_together("attach", describe, config, ranks))
@@ -163,28 +162,6 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
     return ranks
 
 
-def _adapted(optimizer: Any, stages: Sequence[Stage]) -> AnyOptimizer:
-    adapt = next((stage.host.optimizer for stage in stages if stage.host.optimizer is not None), None)
-    if adapt is not None:
-        layers = [replace(layer, name=stage.prefix + layer.name) for stage in stages for layer in stage.host.layers]
-        return adapt(layers, optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer")
-    return optimizer
-
-
-def _layers_of(
-    models: Sequence[nn.Module], layers: Sequence[MoE] | Sequence[Sequence[MoE]] | None
-) -> list[list[MoE] | None]:
-    """What ``layers`` says of each model."""
-    if layers is None:
-        return [None] * len(models)
-    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)] or [list(layers)]
-    if len(of_each) != len(models):
-        raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
-    return of_each
-
-
 def rooms() -> Iterator[Any]:
     """The rooms of frameworks that a model can be of."""
     for room, framework in HOSTS.items():
@@ -201,14 +178,11 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
         if not layers and not may_be_dense:
             raise AttachError("layers=[] names no MoE layer: nothing to balance")
         return module.describe(model, layers)
-    dense: HostModel | None = None
-    for room in rooms():
-        host: HostModel = room.describe(model)
-        if host.layers or host.ranks is not None:
-            return host
-        dense = dense or host
+    hosts: list[HostModel] = [room.describe(model) for room in rooms()]
+    if found := [host for host in hosts if host.layers or host.ranks is not None]:
+        return found[0]
     if may_be_dense:
-        return dense or module.describe(model, [])
+        return hosts[0] if hosts else module.describe(model, [])
     raise AttachError(
         f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
         "of a model of your own by attach(..., layers=[eplb.MoE(...)])"

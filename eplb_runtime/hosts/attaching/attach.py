@@ -43,7 +43,7 @@ from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
-from ...moe.experts.slices import is_sliced, local
+from ...moe.experts.slices import is_sliced
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
@@ -288,10 +288,6 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
     settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
-    if job.is_planner:
-        rows = [local(p)[0].nbytes // job.dp_shard_degree for bank in shards.banks.values() for p in bank.parameters]
-        size = config.replica_slots * sum(rows) / 2**20
-        logger.info("replica slots: %d per rank and layer, %.3g MiB of weights on a rank", config.replica_slots, size)
     return Maps(table, splitter, replicas)
 
 

@@ -237,18 +237,13 @@ def _of_tensors(asked: Request) -> Iterator[str]:
         if not isinstance(parameter, DTensor):
             kind = type(parameter.data)
             if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
-                yield (
-                    f"{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
-                    "load the model in bfloat16, float16 or float32"
-                )
+                what = f"{name} is a {kind.__name__} of {parameter.dtype}"
+                yield f"{what}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
         elif job.divided_rows:
             if wrong := why_not_rows(parameter, job.row_rank, len(job.row_ranks)):
                 yield f"{name} {wrong}: it cannot be moved by expert"
         elif has_divide_factor(layer.experts):
-            yield (
-                f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for "
-                "FSDP's own average over EDP; leave it out"
-            )
+            yield f"set_gradient_divide_factor was called on {layer.name}: FSDP averages over EDP itself; leave it out"
         else:
             outer = f"belongs to an FSDP module around {layer.name}"
             wrong = "is a DTensor of all experts" if spread_of(layer.experts) is None else ""
@@ -271,15 +266,9 @@ def _of_sharding(asked: Request) -> Iterator[str]:
         yield "fully_shard averages gradients itself: leave dense_gradients='host'"
     sliced = {name: one for name, _, one in asked.experts if isinstance(one, DTensor)}
     for whole in [name for name, *_ in asked.experts if name not in sliced] if sliced else ():
-        yield (
-            f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all expert parameters of all "
-            "MoE layers, or none"
-        )
+        yield f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all experts, or none"
     if config.overlap and (sliced or job.divided_rows):
-        yield (
-            "overlap=True with experts that fully_shard slices: they are gathered before their layer's forward, so "
-            "they move between steps; leave overlap=False, or leave the experts out of fully_shard (ignored_params)"
-        )
+        yield "overlap=True: experts that fully_shard slices move between steps; leave it False, or give it no experts"
     for name, one in sliced.items() if config.replica_slots else ():
         wrong, part = "", type(local(one))
         if len(job.stage_sets) > 1:
@@ -298,15 +287,9 @@ def _of_what_is_lost(asked: Request) -> Iterator[str]:
         if not asked.config.replica_slots and spread_of(layer.experts) is not None:
             continue
         if foreign_hooks(parameter):
-            yield (
-                f"{name} has gradient hooks, and attach puts this rank's experts in its place: register "
-                "them after attach, without replica slots, on the parameter that the module has then"
-            )
+            yield f"{name} has gradient hooks, and attach puts this rank's experts in its place: register them later"
         if parameter.grad is not None and bool(parameter.grad.any()):
-            yield (
-                f"{name} has a gradient from a backward pass before attach, which would not be averaged: "
-                "step first, or clear it (optimizer.zero_grad())"
-            )
+            yield f"{name} has a gradient from a backward pass before attach: step first, or call zero_grad()"
 
 
 def _of_ties(asked: Request) -> Iterator[str]:
@@ -320,10 +303,8 @@ def _of_ties(asked: Request) -> Iterator[str]:
         for own_name, parameter in module._parameters.items():
             owner, name = of_layer.get(id(parameter), (module, ""))
             if owner is not module:
-                yield (
-                    f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
-                    "module that holds them (one experts module in both layers), or untie them"
-                )
+                tied = f"{path}.{own_name} is the same tensor as {name}"
+                yield f"{tied}: let both layers have one experts module, or untie them; tied tensors cannot be spread"
 
 
 def _of_optimizers(asked: Request) -> Iterator[str]:
@@ -337,10 +318,8 @@ def _of_optimizers(asked: Request) -> Iterator[str]:
                 yield why
             values = (value for state in optimizer.state.values() for value in state.values())
             if any(isinstance(value, Tensor) and value.is_meta for value in values):
-                yield (
-                    f"{type(optimizer).__name__} has made its state on the meta device already, where it has no "
-                    "values: use an optimizer that makes it at its first step, or build the model with memory"
-                )
+                kind = type(optimizer).__name__
+                yield f"{kind} has state on the meta device: make it at the first step, or build the model with memory"
         over = () if isinstance(one, torch.optim.Optimizer) else one.divides_over
         if over and (not job.divided_state or over != job.edp_ranks):
             yield (
