@@ -207,18 +207,15 @@ class TrialRun(LoopHooks):
     def before_step(self) -> None:
         """Put reduced gradients on record; with several optimizers those that the last of them sees. What is rounding
         alone becomes zero."""
-        if self._step < self._trial.steps:
-            for entry in self._gradients():
-                self._put(*entry)
-                if entry[2] < 0:  # no expert's
-                    size, rounding = entry[3].abs(), max(self._coarsest, torch.finfo(entry[3].dtype).eps)
-                    entry[3].masked_fill_(size < _NOISE * rounding * size.mean(), 0)
-            self._counts = self._runtime.counter.counts.clone()
+        for entry in self._gradients():
+            self._put(*entry)
+            if entry[2] < 0:  # no expert's
+                size, rounding = entry[3].abs(), max(self._coarsest, torch.finfo(entry[3].dtype).eps)
+                entry[3].masked_fill_(size < _NOISE * rounding * size.mean(), 0)
+        self._counts = self._runtime.counter.counts.clone()
 
     @torch.no_grad()
     def on_step_end(self) -> None:
-        if self._step >= self._trial.steps:
-            return
         self._step, self._has_run = self._step + 1, False
         counts = self._write()
         if self._step == self._trial.steps:
