@@ -76,7 +76,8 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
     if len(devices) > 1:
         raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
     device = devices.pop() if devices else torch.device("cpu")
-    if any(one.is_meta for one in (*parameters, *(one for stage in stages for one in stage.model.buffers()))):
+    buffers = [buffer for stage in stages for _, buffer in stage.model.named_buffers()]
+    if any(one.is_meta for one in (*parameters, *buffers)):
         if given is None or given.type == "meta":
             raise AttachError(
                 "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
