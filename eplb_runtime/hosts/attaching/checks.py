@@ -267,9 +267,10 @@ def _of_sharding(asked: Request) -> Iterator[str]:
         yield "fully_shard averages gradients itself: leave dense_gradients='host'"
     sliced = {name: one for name, _, one in asked.experts if isinstance(one, DTensor)}
     for whole in [name for name, *_ in asked.experts if name not in sliced] if sliced else ():
-        yield f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole: give it all experts, or none"
+        odd = f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole"
+        yield f"{odd}: give it all expert parameters of all MoE layers, or none"
     if config.overlap and (sliced or job.divided_rows):
-        yield "overlap=True: experts that fully_shard slices move between steps; leave it False, or give it no experts"
+        yield "experts that fully_shard slices move between steps: leave overlap=False, or give it no experts"
     for name, one in sliced.items() if config.replica_slots else ():
         wrong, part = "", type(local(one))
         if len(job.stage_sets) > 1:
@@ -305,7 +306,7 @@ def _of_ties(asked: Request) -> Iterator[str]:
             owner, name = of_layer.get(id(parameter), (module, ""))
             if owner is not module:
                 tied = f"{path}.{own_name} is the same tensor as {name}"
-                yield f"{tied}: let both layers have one experts module, or untie them; tied tensors cannot be spread"
+                yield f"{tied}: tied experts cannot be spread; let both layers share the experts module, or untie them"
 
 
 def _of_optimizers(asked: Request) -> Iterator[str]:
