@@ -100,12 +100,11 @@ class _Settings:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __new__(cls, *_: object, **settings: object) -> Self:
-        for name in settings:
-            if name not in cls.__dataclass_fields__:
-                kinds = (BalancerConfig, DispatchConfig, MigrationConfig)
-                homes = [f"{kind.__name__} has it" for kind in kinds if name in kind.__dataclass_fields__]
-                homes.append(f"there are: {', '.join(cls.__dataclass_fields__)}")
-                raise ConfigError(f"{cls.__name__} has no setting {name!r}; {homes[0]}")
+        for name in settings.keys() - cls.__dataclass_fields__.keys():
+            kinds = (BalancerConfig, DispatchConfig, MigrationConfig)
+            homes = [f"{kind.__name__} has it" for kind in kinds if name in kind.__dataclass_fields__]
+            homes.append(f"there are: {', '.join(cls.__dataclass_fields__)}")
+            raise ConfigError(f"{cls.__name__} has no setting {name!r}; {homes[0]}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -46,8 +46,9 @@ class Event:
         return {"event": self.name, **kept}
 
     def brief(self) -> str:
-        """Return what happened, in a line: the last field, where a class does not say it otherwise."""
-        return str(getattr(self, fields(self)[-1].name))
+        """Return what happened, in a line: the fields, where a class does not say it otherwise."""
+        told = [(own.name.replace("_", " "), getattr(self, own.name)) for own in fields(self)[1:]]
+        return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in told if value != ())
 
     def without_arrays(self) -> Event:
         """Return it as the log keeps it."""
@@ -166,9 +167,6 @@ class RebalanceAborted(Event):
     committed_layers: tuple[int, ...] = ()
     left_layers: tuple[int, ...] = ()
 
-    def brief(self) -> str:
-        return f"{self.phase}: {self.cause}"
-
 
 @dataclass(frozen=True)
 class BalancingPaused(Event):
@@ -183,18 +181,12 @@ class BalancingResumed(Event):
 
     tries: int
 
-    def brief(self) -> str:
-        return f"connected after {self.tries} tries"
-
 
 @dataclass(frozen=True)
 class Suspended(Event):
     """A rollout begins: nothing is decided or moved until the balancer is resumed. ``freed_bytes``: on this rank."""
 
     freed_bytes: int
-
-    def brief(self) -> str:
-        return f"a rollout begins, {self.freed_bytes / 2**20:.1f} MiB are freed here"
 
 
 @dataclass(frozen=True)
@@ -203,9 +195,6 @@ class SuspensionEnded(Event):
 
     label = "training"
     seconds: float
-
-    def brief(self) -> str:
-        return f"a rollout ends after {self.seconds:.3g} s"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .utils import placement_file
-from .utils.files import FileError
+from .utils.files import FileError, write_file
 from .utils.placement_file import PlacementError as PlacementError
 
 EMPTY = -1
@@ -246,8 +246,7 @@ class Placement:
         return step
 
     def _set(self, *values: Any) -> None:
-        names = ("physical_to_logical", "num_experts", "num_ranks", "home", "epoch")
-        self.__dict__.update(zip(names, values, strict=True))  # it is frozen for others
+        self.__dict__.update(zip(Placement.__dataclass_fields__, values, strict=True))  # it is frozen for others
 
     def without_replicas(self) -> Placement:
         """The same homes, every replica slot empty (``home`` layout)."""
@@ -290,21 +289,14 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            PlacementError: not JSON, not a placement, another version, or fields that contradict each other.
-        """
+        """Read what ``to_json`` wrote: PlacementError, where it is something else."""
         return cls.from_fields(placement_file.from_json(text))
 
     def save(self, path: str | Path) -> None:
-        """Write a ``.json`` file; see :func:`utils.files.replacing`.
-
-        Raises:
-            PlacementError: another ending.
-            OSError: it cannot be written; the old file stays.
-        """
-        placement_file.write(Path(path), self.to_json())
+        """Write a ``.json`` file, see :func:`utils.files.replacing`: PlacementError, where it ends otherwise."""
+        if Path(path).suffix not in placement_file.ENDINGS:
+            raise PlacementError(f"{path}: a placement is written as .json")
+        write_file(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Placement:
@@ -314,11 +306,10 @@ class Placement:
             PlacementError: the file is missing or is not a valid placement; the message names the file.
         """
         try:
-            return cls.from_json(placement_file.read(Path(path)))
-        except OSError as error:
-            raise PlacementError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except FileError as error:
-            raise PlacementError(f"{path}: {error}") from None
+            return cls.from_fields(placement_file.read(Path(path)))
+        except (OSError, FileError) as error:
+            said = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else error
+            raise PlacementError(f"{path}: {said}") from None
 
     @classmethod
     def from_fields(cls, fields: Any) -> Placement:
@@ -329,12 +320,10 @@ class Placement:
         """
         known = placement_file.checked(fields)
         placement = cls(known["physical_to_logical"], known["experts"], known["ranks"], known["home"], known["epoch"])
-        said = (known["layers"], known["slots_per_rank"])
-        if said != (placement.num_layers, placement.slots_per_rank):
-            raise PlacementError(
-                f"the file says {said[0]} layers and {said[1]} slots per rank, its map has "
-                f"{placement.num_layers} and {placement.slots_per_rank}"
-            )
+        said, mine = (known["layers"], known["slots_per_rank"]), (placement.num_layers, placement.slots_per_rank)
+        if said != mine:
+            words = "{} layers and {} slots per rank"
+            raise PlacementError(f"the file says {words.format(*said)}, its map has {words.format(*mine)}")
         return placement
 
     def require_model(self, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int) -> None:
@@ -421,11 +410,6 @@ def _read_only(array: NDArray[np.int32]) -> IntArray:
 
 
 def uneven(num_experts: int, num_ranks: int) -> str:
-    """What is said where ranks do not divide the experts: with the nearest sizes that do."""
-    sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
-    fewer, more = ([size for size in sizes if (size < num_ranks) == below] for below in (True, False))
-    nearest = [f"with {size} of them" for size in fewer[-1:]] + [f"with {size}" for size in more[:1]]
-    return (
-        f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: go on {' or '.join(nearest)} "
-        f"(EP sizes that divide {num_experts})"
-    )
+    """What is said where ranks do not divide the experts."""
+    sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
+    return f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: EP sizes are {', '.join(sizes)}"

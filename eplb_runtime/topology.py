@@ -50,10 +50,7 @@ class Topology:
         if self.ranks_per_node == 0:
             object.__setattr__(self, "ranks_per_node", self.num_ranks)
         if self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
-            raise TopologyError(
-                f"ranks_per_node={self.ranks_per_node} does not divide num_ranks={self.num_ranks}: "
-                "every node must hold the same number of ranks"
-            )
+            raise TopologyError(f"ranks_per_node={self.ranks_per_node} does not divide num_ranks={self.num_ranks}")
         for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
             if not getattr(self, name) > 0:
                 raise TopologyError(f"{name}={getattr(self, name)}: give a positive number of bytes/s")

@@ -1,5 +1,61 @@
-"""The ``eplb-runtime`` command: one file a command, and what they share."""
+"""The ``eplb-runtime`` command: runs one command's file, and turns bad input into one line and exit status 2.
 
-from .program import main
+A command's file has its help as docstring, ``run``, and its ``OPTIONS``, or its ``ACTIONS`` with the options of each.
+Rooms are imported by the command that needs them, so that ``--help`` is quick.
+"""
 
-__all__ = ["main"]
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import assess, bench, bubbles, convert, doctor, plan, report, simulate, trace, verify, warmup
+from .arguments import PROGRAM, Parser, add_command, complain, in_list
+
+COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, trace, doctor, warmup)  # as --help has it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = _parser().parse_args(given, argparse.Namespace(given=given))
+    if parsed.verbose:  # warnings are always shown
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("eplb_runtime").setLevel(logging.INFO if parsed.verbose == 1 else logging.DEBUG)
+    try:
+        status: int | None = parsed.run(parsed)
+        sys.stdout.flush()
+        return status or 0
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return complain("interrupted", 130)
+    except MemoryError as error:
+        return complain(f"not enough memory for this: {error or 'the load or the cluster is too large'}")
+    except OSError as error:
+        return complain(error)
+    except ValueError as error:
+        if not type(error).__module__.startswith("eplb_runtime."):  # of Python's or a library's own: a defect
+            raise
+        return complain(error)
+
+
+def _parser() -> Parser:
+    made = Parser(prog=PROGRAM, description="Expert-parallel load balancing for MoE models.")
+    made.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
+        if not hasattr(module, "ACTIONS"):
+            add_command(commands, name, text, module.run, getattr(module, "OPTIONS", ()))
+            continue
+        group = commands.add_parser(name, help=in_list(text))
+        actions = group.add_subparsers(title="what to do", metavar="WHAT", required=True)
+        for action, (summary, options) in module.ACTIONS.items():
+            add_command(actions, action, summary + text[text.index("\n") :], module.run, options)
+    return made

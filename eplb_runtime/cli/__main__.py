@@ -1,6 +1,6 @@
 import sys
 
-from .program import main
+from . import main
 
 if __name__ == "__main__":
     sys.exit(main())

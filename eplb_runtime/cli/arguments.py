@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..observe.run_state import JobRecord
-    from ..topology import Topology
 
 PROGRAM = "eplb-runtime"
 BAD_INPUT = 2  # exit status of every refusal
@@ -42,22 +41,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_command(
-    commands: Any, name: str, run: Run, summary: str, examples: str, options: Sequence[Option] = ()
-) -> argparse.ArgumentParser:
-    """Add a command with its options, and those that all have."""
+def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence[Option]) -> None:
+    """Add a command with its options, and those that all have. ``text``: a line that says what it does, and more."""
     command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog="examples:" + examples.rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=in_list(text), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, action=name)
     for names, settings in (flag("--json", "print one JSON object instead of a table"), *options):
         command.add_argument(*names, **settings)
     command.add_argument("-v", "--verbose", action="count", default=0, help="say more on stderr; twice: everything")
-    return command
+
+
+def in_list(text: str) -> str:
+    """Return the first line of a command's help, as the list of commands has it."""
+    return text[0].lower() + text.partition("\n")[0][1:].rstrip(".")
 
 
 def option(name: str, metavar: str, kind: Callable[[str], Any], text: str, default: Any = None, **more: Any) -> Option:
@@ -74,12 +71,6 @@ def choice(name: str, choices: Sequence[str], text: str, default: str | None = N
     return [name], {"choices": choices, "help": text, "default": default}
 
 
-def of_model() -> list[Option]:
-    dense = "leading layers without experts, which SGLang and TensorRT-LLM number too"
-    more = "of a layer, where the file's last ones were never chosen"
-    return [option("--dense-layers", "N", not_negative, dense), option("--experts", "N", positive, more)]
-
-
 def cluster(*, needed: bool = True) -> list[Option]:
     default = "" if needed else " (default: as recorded)"
     return [
@@ -90,7 +81,8 @@ def cluster(*, needed: bool = True) -> list[Option]:
         option("--max-moves", "M", not_negative, "at most M slots move in a plan, over all layers"),
         option("--intra-node-bandwidth", "GB/S", positive_float, "of a rank, inside its node (default: 400)", 400.0),
         option("--inter-node-bandwidth", "GB/S", positive_float, "of a rank, to other nodes (default: 50)", 50.0),
-        *of_model(),
+        DENSE_LAYERS,
+        MORE_EXPERTS,
     ]
 
 
@@ -111,6 +103,9 @@ not_negative = _number(int, lambda value: 0 <= value < MOST, "a whole number, 0 
 positive_float = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
 at_least_one = _number(float, lambda value: 1 <= value < float("inf"), "max / mean rank load, 1 or more")
 share = _number(float, lambda value: 0 < value <= 1, "a share above 0, up to 1")
+DENSE = "leading layers without experts, which SGLang and TensorRT-LLM number too"
+DENSE_LAYERS = option("--dense-layers", "N", not_negative, DENSE)
+MORE_EXPERTS = option("--experts", "N", positive, "of a layer, where the file's last ones were never chosen")
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -124,16 +119,11 @@ def policy(text: str) -> str:
     raise argparse.ArgumentTypeError(f"policy {text!r} is unknown; choose one of: {', '.join(POLICIES)}")
 
 
-def note(message: str) -> None:
-    """Print a line on stderr that is no refusal."""
-    print(f"{PROGRAM}: note: {message}", file=sys.stderr)
-
-
-def topology_of(arguments: argparse.Namespace) -> Topology:
-    from ..topology import Topology
-
-    bandwidths = (arguments.intra_node_bandwidth * 1e9, arguments.inter_node_bandwidth * 1e9)
-    return Topology(arguments.ranks, arguments.ranks_per_node, *bandwidths)
+def complain(why: Exception | str, status: int = BAD_INPUT) -> int:
+    """Print a line on stderr, why a command ends here or what it notes; returns an exit status."""
+    text = f"{why.filename}: {why.strerror}" if isinstance(why, OSError) and why.filename else str(why)
+    print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
+    return status
 
 
 def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
@@ -147,9 +137,9 @@ def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
     load = record.load
     if 0 < len(empty := dense + np.flatnonzero(~load.any(axis=(0, 2)))) < load.shape[1]:
         few = ", ".join(map(str, empty[:8])) + (", ..." if len(empty) > 8 else "")
-        note(f"{path}: no tokens in layer {few}, counted from 0; --dense-layers N leaves out the first N")
+        complain(f"note: {path}: no tokens in layer {few}, counted from 0; --dense-layers N leaves out the first N")
     if said := looks_partial(load):
-        note(f"{path}: {said}")
+        complain(f"note: {path}: {said}")
     if arguments.experts is None:
         return record
     if (more := arguments.experts - load.shape[2]) < 0:
@@ -163,5 +153,5 @@ def counted_windows(load: NDArray[np.float64], path: str) -> NDArray[np.float64]
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")
     if not counted_T.all():
-        note(f"{path}: {int((~counted_T).sum())} of {len(load)} windows have no tokens and are left out")
+        complain(f"note: {path}: {int((~counted_T).sum())} of {len(load)} windows have no tokens and are left out")
     return load[counted_T]

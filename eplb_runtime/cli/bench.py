@@ -1,4 +1,10 @@
-"""``eplb-runtime bench``: one command for each file of ``tools/bench/``."""
+"""Measure on this machine: planning, dispatch, migration, training.
+
+examples:
+  eplb-runtime bench planner load.npz --json
+  eplb-runtime bench train                                             # starts two ranks on this machine
+  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench train --json   # on these
+"""
 
 from __future__ import annotations
 
@@ -8,43 +14,33 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .arguments import LOAD, InputError, Option, add_command, choice, option, positive
+from .arguments import LOAD, InputError, Option, choice, option, positive
 from .printing import print_json, print_table, shown, spinner
 
-EXAMPLES = """
-  eplb-runtime bench planner load.npz --json
-  eplb-runtime bench train                                             # starts two ranks on this machine
-  torchrun --nproc-per-node 4 -m eplb_runtime.cli bench train --json   # on these
-"""
+
+def _repeats(default: int, of: str = "timings taken, the median counts") -> Option:
+    return option("--repeats", "N", positive, f"{of} (default: {default})", default)
 
 
-def add(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure on this machine: planning, dispatch, migration, training")
-    benches = bench.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    device = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
-    ways = choice("--transport", ("auto", "torch", "cuda_ipc", "nixl"), "of experts (default: auto)", "auto")
-    blocks = option("--repeats", "N", positive, "timed blocks of each variant, of ten steps (default: 8)", 8)
-    loads = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
-    each: dict[str, tuple[str, list[Option]]] = {
-        "planner": ("balance and time of the policies", [loads, _repeats(5)]),
-        "dispatch": ("carrying tokens between ranks, against plain all-to-alls", [_repeats(20), device]),
-        "migrate": ("moving experts between ranks, against plain messages", [_repeats(10), device, ways]),
-        "train": ("training steps, static, balanced and ideal; takes minutes", [blocks]),
-    }
-    ranks = option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)
-    for what, (summary, options) in each.items():
-        of_ranks = [] if what == "planner" else [ranks]
-        command = add_command(benches, what, _run, summary, EXAMPLES, [*of_ranks, *options])
-        command.set_defaults(what=what, own=[names[0].lstrip("-") for names, _ in options])
+LOADS = option("loads", "LOAD", str, f"{LOAD} (default: sample)", nargs="*")
+RANKS = option("--ranks", "R", positive, "ranks to start when not under torchrun (default: 2)", 2)
+DEVICE = choice("--device", ("cpu", "cuda"), "of the ranks (default: cpu)", "cpu")
+WAYS = choice("--transport", ("auto", "torch", "cuda_ipc", "nixl"), "of experts (default: auto)", "auto")
+BLOCKS = _repeats(8, "timed blocks of each variant, of ten steps")
+ACTIONS = {
+    "planner": ("Balance and time of the policies.", [LOADS, _repeats(5)]),
+    "dispatch": ("Carrying tokens between ranks, against plain all-to-alls.", [RANKS, _repeats(20), DEVICE]),
+    "migrate": ("Moving experts between ranks, against plain messages.", [RANKS, _repeats(10), DEVICE, WAYS]),
+    "train": ("Training steps, static, balanced and ideal; takes minutes.", [RANKS, BLOCKS]),
+}
+"""One for each file of ``tools/bench/``."""
 
 
-def _repeats(default: int) -> Option:
-    return option("--repeats", "N", positive, f"timings taken, the median counts (default: {default})", default)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measure on the ranks of a launcher, or start some that run this same command."""
-    what, options = arguments.what, {name: getattr(arguments, name) for name in arguments.own}
+    what = arguments.action
+    names = [name.lstrip("-") for (name,), _ in ACTIONS[what][1]]
+    options = {name: getattr(arguments, name) for name in names if name != "ranks"}
     if what == "train" and find_spec("transformers") is None:
         raise InputError("bench train needs transformers: pip install 'eplb-runtime[transformers]'")
     from ..tools.launch import is_first, launched, process_group, start_ranks

@@ -1,4 +1,10 @@
-"""``eplb-runtime bubbles``: how long pipeline schedules leave ranks idle, and what uneven experts make of it."""
+"""Play pipeline schedules and say how long ranks are idle, and what uneven experts make of it.
+
+examples:
+  eplb-runtime bubbles --ranks 2,4,8 --microbatches 32 --overlapped 3
+  eplb-runtime bubbles --schedule dualpipev --ranks 4 --microbatches 16 --forward 10 --input 11 --weight 9
+  eplb-runtime bubbles --schedule 1f1b --ranks 4 --imbalance 1.8,1.4,1.3,1.2
+"""
 
 from __future__ import annotations
 
@@ -6,35 +12,23 @@ import argparse
 from itertools import product
 from typing import Any
 
-from . import arguments as kinds
-from .arguments import add_command, option, positive, positive_float, several
+from .arguments import at_least_one, option, positive, positive_float, several, share
 from .printing import print_json, print_table
 
-EXAMPLES = """
-  eplb-runtime bubbles --ranks 2,4,8 --microbatches 32 --overlapped 3
-  eplb-runtime bubbles --schedule dualpipev --ranks 4 --microbatches 16 --forward 10 --input 11 --weight 9
-  eplb-runtime bubbles --schedule 1f1b --ranks 4 --imbalance 1.8,1.4,1.3,1.2
-"""
+OPTIONS = [
+    option("--schedule", "NAME,...", several(str), "1f1b, zb1p, zbv, interleaved, dualpipev (default: all)"),
+    option("--ranks", "P,...", several(positive), "ranks of the pipeline (default: 4)", [4]),
+    option("--microbatches", "M", positive, "of a step (default: 32)", 32),
+    option("--forward", "T", positive_float, "time of a stage's forward (default: 1)", 1.0),
+    option("--input", "T", positive_float, "of its gradient of inputs (default: 1)", 1.0),
+    option("--weight", "T", positive_float, "of its gradient of weights (default: 1)", 1.0),
+    option("--overlapped", "T", positive_float, "of a forward and a backward together (default: their sum)"),
+    option("--imbalance", "X,...", several(at_least_one), "max / mean rank load of each stage's MoE layers"),
+    option("--moe-share", "X", share, "of a stage's time that goes with its busiest rank's load (default: 0.6)", 0.6),
+]
 
 
-def add(commands: Any) -> None:
-    schedules = "1f1b, zb1p, zbv, interleaved, dualpipev (default: all)"
-    share = "of a stage's time that goes with its busiest rank's load (default: 0.6)"
-    options = [
-        option("--schedule", "NAME,...", several(str), schedules),
-        option("--ranks", "P,...", several(positive), "ranks of the pipeline (default: 4)", [4]),
-        option("--microbatches", "M", positive, "of a step (default: 32)", 32),
-        option("--forward", "T", positive_float, "time of a stage's forward (default: 1)", 1.0),
-        option("--input", "T", positive_float, "of its gradient of inputs (default: 1)", 1.0),
-        option("--weight", "T", positive_float, "of its gradient of weights (default: 1)", 1.0),
-        option("--overlapped", "T", positive_float, "of a forward and a backward together (default: their sum)"),
-        option("--imbalance", "X,...", several(kinds.at_least_one), "max / mean rank load of each stage's MoE layers"),
-        option("--moe-share", "X", kinds.share, share, 0.6),
-    ]
-    add_command(commands, "bubbles", _run, "play pipeline schedules and say how long ranks are idle", EXAMPLES, options)
-
-
-def _run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     from ..tools.bubbles import SCHEDULES, Times, follow, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)

@@ -1,18 +1,6 @@
-"""``eplb-runtime doctor``: what of a machine can be used, and would a recipe attach?"""
+"""Say what this machine can use, and whether a job would attach.
 
-from __future__ import annotations
-
-import argparse
-import sys
-from contextlib import nullcontext
-from dataclasses import asdict
-from typing import Any
-
-from ..utils.files import FileError
-from .arguments import BAD_INPUT, PROGRAM, add_command, choice, option
-from .printing import print_json, print_table, spinner
-
-EXAMPLES = """
+examples:
   eplb-runtime doctor
   torchrun --nproc-per-node 4 -m eplb_runtime.cli doctor       # measures the links between ranks, too
   eplb-runtime doctor --recipe run-qwen3-30B-A3B.sh      # would it attach? by the flags alone; -v: what is assumed
@@ -20,17 +8,25 @@ EXAMPLES = """
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
 
+from __future__ import annotations
 
-def add(commands: Any) -> None:
-    recipe = "would it attach: Megatron's flags, verl's overrides, a DistributedConfig in JSON, Accelerate's YAML"
-    tried = "what transports are tried on (default: cuda where there is one)"
-    options = [option("--recipe", "FILE", str, recipe, nargs="+"), choice("--device", ("cpu", "cuda"), tried)]
-    add_command(
-        commands, "doctor", _run, "say what this machine can use, and whether a job would attach", EXAMPLES, options
-    )
+import argparse
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from ..utils.files import FileError
+from .arguments import choice, complain, option
+from .printing import print_json, print_table, spinner
+
+RECIPE = "would it attach: Megatron's flags, verl's overrides, a DistributedConfig in JSON, Accelerate's YAML"
+OPTIONS = [
+    option("--recipe", "FILE", str, RECIPE, nargs="+"),
+    choice("--device", ("cpu", "cuda"), "what transports are tried on (default: cuda where there is one)"),
+]
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is not None:
         return max(_judge(path, arguments) for path in arguments.recipe)
     import torch
@@ -66,9 +62,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
         recipe = read_recipe(path)
         found = answer(recipe)
     except (FileError, OSError) as error:
-        text = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
-        return BAD_INPUT
+        return complain(error)
     if arguments.json:
         print_json(found)
         return int(found["attaches"] is False)

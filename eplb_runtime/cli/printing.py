@@ -33,13 +33,6 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(*parts)
 
 
-def _least(head: str, *cells: str) -> int:
-    """Return the width that a column cannot go below: words may be wrapped, numbers not."""
-    widest = max(map(len, cells), default=0)
-    word = max(map(len, head.split()), default=0)
-    return max(word, widest if all(map(_NUMBER.match, cells)) else min(24, widest))
-
-
 def _table(columns: Sequence[Sequence[str]]) -> Any:
     """Return a table of columns, each with its heading first."""
     from rich.markup import escape
@@ -49,7 +42,8 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
     for index, (head, *cells) in enumerate(columns):
         numbers = index > 0 and all(map(_NUMBER.match, cells))
         side: Literal["left", "right"] = "right" if numbers else "left"
-        table.add_column(escape(head), justify=side, min_width=_least(head, *cells), overflow="fold")
+        least = None if numbers else min(24, max(map(len, cells), default=0))  # of words, which may be wrapped
+        table.add_column(escape(head), justify=side, min_width=least, no_wrap=numbers, overflow="fold")
     for line in list(zip(*columns, strict=True))[1:]:
         table.add_row(*map(escape, line))
     return table

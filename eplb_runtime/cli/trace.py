@@ -1,4 +1,10 @@
-"""``eplb-runtime trace``: what the traces of torch.profiler say."""
+"""Say what profiler traces say: busy, hidden, exposed.
+
+examples:
+  eplb-runtime trace analyse rank0.json.gz
+  eplb-runtime trace analyse traces/                        # all ranks of a job
+  eplb-runtime trace analyse rank0.json --layers --json
+"""
 
 from __future__ import annotations
 
@@ -8,29 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.text import counted
-from .arguments import add_command, flag, option
+from .arguments import flag, option
 from .printing import print_json, print_table, spinner
 
 if TYPE_CHECKING:
     from ..observe.traces import Analysis
 
 
-def add(commands: Any) -> None:
-    trace = commands.add_parser("trace", help="what profiler traces say: busy, hidden, exposed")
-    actions = trace.add_subparsers(title="what to do", metavar="WHAT", required=True)
-    examples = """
-  eplb-runtime trace analyse rank0.json.gz
-  eplb-runtime trace analyse traces/                        # all ranks of a job
-  eplb-runtime trace analyse rank0.json --layers --json
-"""
-    options = [
-        option("traces", "FILE", str, "a trace (.json, .json.gz), or a folder of them", nargs="+"),
-        flag("--layers", "phases by layer and micro-batch, not summed"),
-    ]
-    add_command(actions, "analyse", _analyse, "say what ran, what was hidden, and what phases took", examples, options)
+OPTIONS_OF_ANALYSE = [
+    option("traces", "FILE", str, "a trace (.json, .json.gz), or a folder of them", nargs="+"),
+    flag("--layers", "phases by layer and micro-batch, not summed"),
+]
+ACTIONS = {"analyse": ("Say what ran, what was hidden, and what phases took.", OPTIONS_OF_ANALYSE)}
 
 
-def _analyse(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     from ..observe.traces import analyse, traces_in
 
     with spinner():

@@ -1,35 +1,30 @@
-"""``eplb-runtime verify``: does a job train the same wherever its experts are?"""
+"""Run your job for a few steps with experts fixed, moved, and all on each rank; compare every tensor.
+
+examples:
+  eplb-runtime verify -- torchrun --nproc-per-node 4 train.py --lr 1e-3
+  eplb-runtime verify --steps 20 --json -- accelerate launch train.py
+
+exit status: 0 right, 1 wrong, 3 unknown, 2 bad input
+"""
 
 from __future__ import annotations
 
 import argparse
 import signal
 from pathlib import Path
-from typing import Any
 
-from .arguments import InputError, add_command, option, positive
+from .arguments import InputError, option, positive
 from .printing import print_json
 
-EXAMPLES = """
-  eplb-runtime verify -- torchrun --nproc-per-node 4 train.py --lr 1e-3
-  eplb-runtime verify --steps 20 --json -- accelerate launch train.py
-
-exit status: 0 right, 1 wrong, 3 unknown, 2 bad input
-"""
+OPTIONS = [
+    option("job", "COMMAND", str, "what you type to train, after --", nargs="*"),
+    option("--steps", "N", positive, "optimizer steps of each run (default: 12)", 12),
+    option("--keep", "FOLDER", Path, "keep records and output there"),
+]
 STATUS = {"right": 0, "wrong": 1, "unknown": 3}
 
 
-def add(commands: Any) -> None:
-    options = [
-        option("job", "COMMAND", str, "what you type to train, after --", nargs="*"),
-        option("--steps", "N", positive, "optimizer steps of each run (default: 12)", 12),
-        option("--keep", "FOLDER", Path, "keep records and output there"),
-    ]
-    summary = "run your job for a few steps with experts fixed, moved, and all on each rank; compare every tensor"
-    add_command(commands, "verify", _run, summary, EXAMPLES, options)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from ..tools.verification import verify_command
 
     if not arguments.job:

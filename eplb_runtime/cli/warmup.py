@@ -1,24 +1,18 @@
-"""``eplb-runtime warmup``: compile the planner ahead of the first job of a machine or an image."""
+"""Compile what decisions and migrations need, once on a machine: half a minute of one core.
+
+examples:
+  eplb-runtime warmup            # for example in a Dockerfile, after `pip install`
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
-from .arguments import add_command
 from .printing import print_json, spinner
 
 
-def add(commands: Any) -> None:
-    summary = "compile what decisions and migrations need, once on a machine: half a minute of one core"
-    examples = """
-  eplb-runtime warmup            # for example in a Dockerfile, after `pip install`
-"""
-    add_command(commands, "warmup", _run, summary, examples)
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from ..balancer.planner_process import PlannerProcess
     from ..utils.jit import cache_folder, compiles, is_compiled
 

@@ -78,6 +78,24 @@ class _RealTokens(threading.local):
     real_T: Tensor | None = None
 
 
+def watch_calls(
+    owner: nn.Module,
+    name: str,
+    see: Callable[[Tensor, int, int], None],
+    choices: Callable[[Tensor, Tensor], Tensor] = lambda ids, weights: ids,
+) -> Callable[[], None]:
+    """Show the choices of each call of a method that takes hidden states, ids and weights; returns how to end it."""
+    own = getattr(owner, name)
+    bind = inspect.signature(own).bind
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden, topk_ids, topk_weights = bind(*args, **kwargs).arguments.values()
+        see(choices(topk_ids, topk_weights), hidden.shape[-1], topk_ids.shape[-1])
+        return own(*args, **kwargs)
+
+    return take_calls(owner, name, run)
+
+
 @dataclass(frozen=True)
 class _Method:
     """The method of a module that runs the experts of a layer, whose calls are seen or taken over."""
@@ -89,15 +107,7 @@ class _Method:
 
     def watch(self, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
         """`attaching.description.MoELayer.watch`."""
-        own = getattr(self.owner, self.layer.run)
-        bind = inspect.signature(own).bind
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hidden, topk_ids, topk_weights = bind(*args, **kwargs).arguments.values()
-            see(self.choices(topk_ids, topk_weights)[0], hidden.shape[-1], topk_ids.shape[-1])
-            return own(*args, **kwargs)
-
-        return take_calls(self.owner, self.layer.run, run)
+        return watch_calls(self.owner, self.layer.run, see, lambda *given: self.choices(*given)[0])
 
     def install(self, parallel: ExpertParallelLayer) -> None:
         """`attaching.description.MoELayer.install`."""

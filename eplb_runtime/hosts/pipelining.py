@@ -7,7 +7,7 @@ step, and gradients of copies where a schedule splits its backward or scales wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -56,18 +56,15 @@ def attach(
         schedule: made of `PipelineStage`\\ s with ``input_args`` and ``output_args``.
         optimizers: one, or several that step once each after ``schedule.step``; None: only ``schedule.eval``.
         layers: for modules of your own, the MoE layers of each stage, in the order of the stages' numbers.
-        config: settings, the same on every rank.
-        ep_group: ranks among which the experts of these stages are spread, all of which hold them; None: all ranks that
-            hold them.
+        config, ep_group: as there; None: all ranks that hold these stages.
         ranks: what `ranks_of` gives, changed: for a job that is not the world, or another divisor of gradients; in the
             place of ``ep_group``.
 
     Raises:
-        AttachError: as ``eplb_runtime.attach``; or a stage's shapes are not static, or gradients would not reach the
-            stage before.
+        AttachError: as there; or a stage's shapes are not static, or no gradients would reach the stage before.
     """
     chosen, both = (ranks_of(schedule, ep_group), None) if ranks is None else (ranks, ep_group)
-    models = _modules(schedule)
+    models = (_checked(stage, schedule._has_backward) for stage in stages_of(schedule))
     balancer = attach_models(models, optimizers, layers=layers, config=config, ep_group=both, ranks=chosen)
     accompany(schedule, balancer)
     return balancer
@@ -139,7 +136,7 @@ class OverlappedForwardBackward:
         # A backward pass runs on the stream of its forward, so the forward at the same time takes the other one.
         turned = not self._turned.get((backward.stage_index, backward.microbatch_index), False)
         self._turned[forward.stage_index, forward.microbatch_index] = turned
-        self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward, ctx), turned)
+        self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward), turned)
 
     def take_forwards(self) -> None:
         """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
@@ -150,12 +147,11 @@ class OverlappedForwardBackward:
         schedule = self._schedule
         compute_loss = schedule._maybe_compute_loss
         schedule._maybe_compute_loss = self._on_a_stream(compute_loss, lambda *a: (a[0].stage_index, a[3]))
-        for stage in stages_of(schedule):
-            # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
-            # accumulator keeps the stream that it was made on.
-            trained = [parameter for parameter in stage.submod.parameters() if parameter.requires_grad]
-            self._accumulators += [get_gradient_edge(parameter).node for parameter in trained]
-            number = stage.stage_index
+        # Gradients are added up on the caller's stream, and no batch waits there for another's: a parameter's
+        # accumulator keeps the stream that it was made on.
+        parameters = [parameter for stage in self._here.values() for parameter in stage.submod.parameters()]
+        self._accumulators = [get_gradient_edge(one).node for one in parameters if one.requires_grad]
+        for number, stage in self._here.items():
             stage.forward_one_chunk = self._on_a_stream(  # type: ignore[method-assign]
                 stage.forward_one_chunk, lambda micro_batch, *_, number=number: (number, micro_batch)
             )
@@ -174,33 +170,26 @@ class OverlappedForwardBackward:
     def forward(self, action: _Action, context: _PipelineContext) -> None:
         schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
         assert micro_batch is not None and context.arg_mbs is not None and context.kwarg_mbs is not None
-        here, stage = self._here, self._here[number]
-        if not stage.is_first and number - 1 not in here:
-            for work in schedule.fwd_recv_ops.pop((number, micro_batch)):
-                work.wait()
-        out = stage.forward_one_chunk(
-            micro_batch,
-            context.arg_mbs[micro_batch],
-            context.kwarg_mbs[micro_batch],
-            save_forward_output=self.save_output,
-        )
+        stage, inputs = self._here[number], (context.arg_mbs[micro_batch], context.kwarg_mbs[micro_batch])
+        for work in schedule.fwd_recv_ops.pop((number, micro_batch), ()):  # none of a stage that is here
+            work.wait()
+        out = stage.forward_one_chunk(micro_batch, *inputs, save_forward_output=self.save_output)
         schedule._maybe_compute_loss(stage, out, context.target_mbs, micro_batch, self.loss_kwargs)
-        if number + 1 in here:
-            here[number + 1].set_local_fwd_input(out, micro_batch)
+        if number + 1 in self._here:
+            self._here[number + 1].set_local_fwd_input(out, micro_batch)
 
-    def backward(self, action: _Action, context: _PipelineContext) -> None:
+    def backward(self, action: _Action) -> None:
         schedule, number, micro_batch = self._schedule, action.stage_index, action.microbatch_index
         assert micro_batch is not None
-        here, stage = self._here, self._here[number]
-        if not stage.is_last and number + 1 not in here:
-            for work in schedule.bwd_recv_ops.pop((number, micro_batch)):
-                work.wait()
+        stage = self._here[number]
+        for work in schedule.bwd_recv_ops.pop((number, micro_batch), ()):
+            work.wait()
         schedule.backward_counter[number] += 1
         last = schedule.backward_counter[number] == schedule._n_microbatches
         loss = schedule._maybe_get_loss(stage, micro_batch)
         stage.backward_one_chunk(micro_batch, loss=loss, full_backward=True, last_backward=last)
-        if number - 1 in here:
-            here[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
+        if number - 1 in self._here:
+            self._here[number - 1].set_local_bwd_input(stage.get_local_bwd_output(micro_batch), micro_batch)
 
 
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:
@@ -215,14 +204,8 @@ def stages_of(schedule: Schedule) -> list[PipelineStage]:
     return sorted(stages, key=lambda stage: stage.stage_index)  # type: ignore[return-value, arg-type]
 
 
-def _modules(schedule: Schedule) -> Iterator[nn.Module]:
-    for stage in stages_of(schedule):
-        _check_stage(stage, schedule._has_backward)
-        yield stage.submod
-
-
-def _check_stage(stage: PipelineStage, has_backward: bool) -> None:
-    """What would be counted or trained wrongly without a word."""
+def _checked(stage: PipelineStage, has_backward: bool) -> nn.Module:
+    """Return the module of a stage; AttachError: it would be counted or trained wrongly without a word."""
     number = stage.stage_index
     if not isinstance(stage, PipelineStage) or not hasattr(stage, "_user_meta"):
         raise AttachError(
@@ -236,17 +219,16 @@ def _check_stage(stage: PipelineStage, has_backward: bool) -> None:
             "a forward of its own, whose tokens would count as load; give PipelineStage(..., input_args=, "
             "output_args=) of one micro-batch"
         )
-    if not has_backward:
-        return
-    ends = ([] if stage.is_first else [("input", example.inputs)]) + (
-        [] if stage.is_last else [("output", example.outputs)]
-    )
-    for name, tensors in ends:
-        if not any(tensor.requires_grad for tensor in tensors or ()):
+    for name, is_end, tensors in (
+        ("input", stage.is_first, example.inputs),
+        ("output", stage.is_last, example.outputs),
+    ):
+        if has_backward and not is_end and not any(tensor.requires_grad for tensor in tensors or ()):
             raise AttachError(
                 f"{name}_args of stage {number} need no gradients, so none would reach the stage before: give hidden "
                 "states with requires_grad=True"
             )
+    return stage.submod
 
 
 def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:

@@ -62,10 +62,14 @@ def record(
         RuntimeError: a rank did not come.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    recorder, problem, whole = None, None, nn.Module()
+    recorder, whole = None, nn.Module()
+    problem: Exception | None = None
     optimizer = unwrapped(optimizer)
     try:
-        whole = _one_model(model)
+        one = model[0] if isinstance(model, Sequence) and len(model) == 1 else model  # as Megatron's get_model gives it
+        if not isinstance(one, nn.Module):
+            raise AttachError(f"a {type(one).__name__} is no model: record one torch.nn.Module into each folder")
+        whole = one.module if isinstance(one, nn.parallel.DistributedDataParallel) else one
         if interval < 1:
             raise AttachError(f"interval={interval}: give at least 1")
         if not isinstance(optimizer, torch.optim.Optimizer | None):
@@ -78,7 +82,11 @@ def record(
         if len(sizes) != 1:
             raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
         if alone or dist.get_rank() == 0:
-            recorder = _recorder(Path(run), len(found.layers), max(sizes), _job(found, interval))
+            recorder = Recorder(Path(run), len(found.layers), max(sizes), _job(found, interval))
+    except FileError as error:
+        problem = AttachError(str(error))
+    except OSError as error:
+        problem = AttachError(f"{run} cannot be written to: {error.strerror or error}")
     except Exception as error:
         problem = error
     group = None
@@ -87,7 +95,10 @@ def record(
     if not alone:
         everyone = list(range(dist.get_world_size()))
         wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
-        group = _group(everyone)
+        # A gloo group of our own: sums are taken on a thread during training.
+        store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
+        name, timeout = name_of_job(store, everyone, dist.get_rank()), dist.distributed_c10d.default_pg_timeout
+        group = make_group(store, f"{name}/record", everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
         mine = torch.tensor([len(found.layers), *sizes, interval]).numpy().tobytes()
         if odd := all_equal(mine, "number of layers, number of experts or interval", group):
             raise AttachError(f"ranks record different models: {odd}")
@@ -102,7 +113,7 @@ def record(
         real_tokens=found.real_tokens,
         in_training_only=optimizer is not None,
         mark_work=[layer.mark_work for layer in found.layers if layer.mark_work is not None],
-        optimizer_bytes=lambda: 0 if optimizer is None else _optimizer_bytes(found.layers, optimizer),
+        optimizer_bytes=lambda: 0 if optimizer is None else max(_optimizer_bytes(o, optimizer) for o in found.layers),
     )
     recording.until_closed(found.watch_batches())
     recorded.add(whole)
@@ -114,19 +125,11 @@ def record(
     return recording
 
 
-def _one_model(given: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The model to watch, also from the list of one that Megatron's ``get_model`` gives."""
-    model = given[0] if isinstance(given, Sequence) and len(given) == 1 else given
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"a {type(model).__name__} is no model: record one torch.nn.Module into each folder")
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def _job(found: HostModel, interval: int) -> RecordedJob:
     """What is known of the job before its first step."""
     layers = found.layers
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    weights = max((list(layer.experts.parameters()) for layer in layers), key=_nbytes)
+    weights = max((list(layer.experts.parameters()) for layer in layers), key=lambda of: sum(one.nbytes for one in of))
     here = layers[0].experts_here
     return RecordedJob(
         ranks=ranks,
@@ -135,34 +138,17 @@ def _job(found: HostModel, interval: int) -> RecordedJob:
         interval=interval,
         takes_no_replicas=int(found.dispatches),
         expert_parameters=sum(weight.numel() for weight in weights) // max(1, here),
-        expert_bytes=_nbytes(weights) // max(1, here),
+        expert_bytes=sum(weight.nbytes for weight in weights) // max(1, here),
         dtype=str(weights[0].dtype).removeprefix("torch.") if weights else "",
         device=weights[0].device.type if weights else "",
     )
 
 
-def _optimizer_bytes(layers: Sequence[MoELayer], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of one expert's optimizer state, in the layer where they are most; without scalars, as step counts are."""
-
-    def of_layer(layer: MoELayer) -> int:
-        states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
-        tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
-        return _nbytes(tensors) // max(1, layer.experts_here)
-
-    return max(map(of_layer, layers))
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _recorder(run: Path, num_layers: int, num_experts: int, job: RecordedJob) -> Recorder:
-    try:
-        return Recorder(run, num_layers, num_experts, job)
-    except FileError as error:
-        raise AttachError(str(error)) from None
-    except OSError as error:
-        raise AttachError(f"{run} cannot be written to: {error.strerror or error}") from None
+def _optimizer_bytes(layer: MoELayer, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of one expert's optimizer state; without scalars, as step counts are."""
+    states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
+    tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
+    return sum(tensor.nbytes for tensor in tensors) // max(1, layer.experts_here)
 
 
 def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> HostModel:
@@ -180,11 +166,3 @@ def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> HostModel:
         f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
         "of a model of your own by record(..., layers=[eplb.MoE(...)])"
     )
-
-
-def _group(everyone: Sequence[int]) -> dist.ProcessGroup:
-    """A gloo group of our own: sums are taken on a thread during training."""
-    store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
-    name = f"{name_of_job(store, everyone, dist.get_rank())}/record"
-    timeout = dist.distributed_c10d.default_pg_timeout
-    return make_group(store, name, everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")

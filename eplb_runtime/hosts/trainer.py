@@ -8,9 +8,7 @@ its own; nothing here looks into a model.
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,34 +20,27 @@ from ..checkpoint import load, load_pretrained, save
 from ..checkpoint.disk import MARKER
 from ..checkpoint.state import CheckpointError, JointAccess, LogicalView
 from ..config import BalancerConfig
-from ..distributed.consensus import gather_rows
-from ..utils.files import write_file
 from . import attach
-from .attaching.description import AttachError
+from .attaching.description import AttachError, unwrapped
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel, Trainer
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-    from .transformers.adapters import adapted_experts, is_saved_with_adapters
-    from .transformers.describe import follows_experts_interface
+    from .transformers.adapters import experts_of, is_saved_with_adapters
+    from .transformers.settings import refusals
 except ImportError as error:
     raise ImportError(
         f"BalancedTrainer needs Transformers with Accelerate: pip install 'eplb-runtime[trainer]' ({error})"
     ) from None
 
-logger = logging.getLogger("eplb_runtime")
-
 STATE = "eplb_runtime"
-"""In a checkpoint of the Trainer: the folder with experts' optimizer state, in logical order; with ``.json``, what the
-balancer has measured, where no expert is trained."""
+"""In a checkpoint of the Trainer: the folder with experts' optimizer state, in logical order."""
 _NOT_HERE = {
     "auto_find_batch_size": "it starts again on the rank that ran out of memory alone: set per_device_train_batch_size",
     "enable_jit_checkpoint": "each rank would save when the signal reaches it: save by save_strategy",
 }
-
-
 _TrainerBase: Any = object
 """What the mixin is put in front of has a Trainer's attributes; which ones depends on the class."""
 
@@ -75,22 +66,13 @@ class BalancedTrainerMixin(_TrainerBase):
     def __init__(
         self, *arguments: Any, balancer_config: BalancerConfig | None = None, ep_group: Any = None, **options: Any
     ) -> None:
-        self._balancer_config = balancer_config
-        self._ep_group = ep_group
-        self._taken: tuple[Path, list[dict[str, Any]]] | None = None
+        self._balancer_config, self._ep_group = balancer_config, ep_group
+        self._taken: Path | None = None
         self._resumes_from: Path | None = None
-        # The Trainer saves no optimizer of a model that the library has spread, and refuses to be asked: this one does.
-        given = (*arguments, *options.values(), SimpleNamespace(save_only_model=False))
-        asked: Any = next(one for one in given if isinstance(one, TrainingArguments | SimpleNamespace))
-        saves_less, asked.save_only_model = asked.save_only_model, True
-        try:
-            super().__init__(*arguments, **options)
-            self.args.save_only_model = saves_less  # TRL's trainers have a copy of what they were given
-        finally:
-            asked.save_only_model = saves_less
+        super().__init__(*arguments, **options)
+        if self._is_spread:  # the Trainer, which cannot save the optimizer of such a model, insists on True
+            self.args.save_only_model = False
         _refuse(self)
-
-    # -- training ------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """As the Trainer's. ``resume_from_checkpoint=True`` takes the last checkpoint that is whole."""
@@ -107,7 +89,8 @@ class BalancedTrainerMixin(_TrainerBase):
         return self.optimizer
 
     def _attach(self) -> None:
-        self._close()  # with model_init the model is a new one
+        if self.balancer is not None:  # with model_init the model is a new one
+            self.balancer.close()
         if not isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config"):
             raise AttachError(
                 f"BalancedTrainer saves Transformers' models (and PEFT's), and {type(self.model).__name__} is none: "
@@ -116,11 +99,10 @@ class BalancedTrainerMixin(_TrainerBase):
         folder = self._resumes_from
         if folder is not None and not self._is_spread and (folder / OPTIMIZER_NAME).is_file():
             # Of a run without us: whole on every rank, until attaching takes over what belongs here.
-            whole = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(whole)
-            self._taken = folder, whole["param_groups"]
+            self._read_whole_optimizer(folder)
+            self._taken = folder
         self.balancer = attach(self.model, self.optimizer, config=self._balancer_config, ep_group=self._ep_group)
-        if self._trained_experts - self._expert_adapters and is_saved_with_adapters(self.model):
+        if not self._exports and any(".lora_" not in name for name in self._trained_experts):
             self.balancer.close()
             raise AttachError(
                 "PEFT saves adapters alone, and experts are trained, too: freeze them, or train without adapters"
@@ -165,7 +147,8 @@ class BalancedTrainerMixin(_TrainerBase):
 
     def end(self) -> None:
         """The balancer's end, then the Trainer's: process groups are gone afterwards. Collective."""
-        self._close()
+        if self.balancer is not None:
+            self.balancer.close()
         super().end()
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
@@ -174,31 +157,10 @@ class BalancedTrainerMixin(_TrainerBase):
             logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
-    def _close(self) -> None:
-        if self.balancer is not None:
-            self.balancer.close()
-
-    # -- evaluation ----------------------------------------------------------------------------------------------------
-
-    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's, where ranks have equally many batches: every forward is a meeting of all."""
-        if self.balancer is not None:
-            here = torch.tensor([len(dataloader) if has_length(dataloader) else 0], device=self.args.device)
-            batches = gather_rows(here, self.balancer.runtime.groups.everyone).flatten().tolist()
-            if len(set(batches)) > 1 or (len(batches) > 1 and not self.accelerator.even_batches):
-                raise RuntimeError(
-                    f"ranks have {batches} batches to evaluate, and all take part in every forward: give each rank as "
-                    "many, of one size (even_batches=True does)"
-                )
-        return super().evaluation_loop(dataloader, *arguments, **options)
-
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save all experts, or adapters of them, in logical order, from all ranks."""
-        if self._is_spread:
-            super()._save(output_dir, state_dict)
-        elif (self._exports or self._expert_adapters) and not self.args.should_save:
+        writes_itself = self.balancer is None or self._is_spread or self.args.should_save
+        if not writes_itself and (self._exports or self._trained_experts):
             self.model.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
         else:
             super()._save(output_dir, None if self._exports else state_dict)
@@ -213,17 +175,13 @@ class BalancedTrainerMixin(_TrainerBase):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.balancer is None or not self._trained_experts:
             super()._save_optimizer_and_scheduler(output_dir)
-            if self.balancer is not None:
-                state = self.balancer.state_dict()
-                if self.args.should_save:
-                    write_file(Path(output_dir) / f"{STATE}.json", json.dumps(state))
             return
         if self._is_spread:
             from transformers.distributed.checkpoint import save_optimizer_distributed
 
-            save_optimizer_distributed(self.model, self._bare_optimizer, str(Path(output_dir) / STATE))
+            save_optimizer_distributed(self.model, unwrapped(self.optimizer), str(Path(output_dir) / STATE))
         else:
-            save(Path(output_dir) / STATE, self.model, self._bare_optimizer)
+            save(Path(output_dir) / STATE, self.model, unwrapped(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -232,17 +190,16 @@ class BalancedTrainerMixin(_TrainerBase):
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
-    # -- resuming ------------------------------------------------------------------------------------------------------
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only adapters here: experts are read when they are spread, by the rank that gets them."""
-        if self._is_spread and not is_saved_with_adapters(self.model):
-            self._read_anew(resume_from_checkpoint)
-        elif is_saved_with_adapters(self.model):
+        if is_saved_with_adapters(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _read_anew(self, folder: str) -> None:
-        """Read weights into a model that the library has spread, by the library: it makes another one for a moment."""
+    def _load_weights(self, folder: str | Path) -> None:
+        if not self._is_spread:
+            load_pretrained(self.model, folder)
+            return
+        # By the library, which makes another model for a moment.
         config = self.model.config
         ways = {"dtype": self.model.dtype, "experts_implementation": config._experts_implementation}
         other = type(self.model).from_pretrained(folder, distributed_config=config.distributed_config, **ways)
@@ -253,77 +210,55 @@ class BalancedTrainerMixin(_TrainerBase):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
+        if (folder / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
         if self._is_spread:
             from transformers.distributed.checkpoint import load_optimizer_distributed
 
             if not (folder / STATE).is_dir():
                 raise ValueError(f"{folder} has no {STATE} with the optimizer's state: resume from another checkpoint")
-            load_optimizer_distributed(self.model, self._bare_optimizer, str(folder / STATE))
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
-            return
-        view = LogicalView(self.model)
-        joint = JointAccess.of(view)
-        if joint.folder_has(folder / STATE / MARKER):
-            load(folder / STATE, self.model, self._bare_optimizer)
-        else:
             if self._exports:
-                load_pretrained(self.model, folder)
-            if joint.folder_has(folder / OPTIMIZER_NAME):
-                self._load_plain_optimizer(folder)
-            if joint.folder_has(folder / f"{STATE}.json"):
-                view.restore_placement(json.loads((folder / f"{STATE}.json").read_text()))
-        if joint.folder_has(folder / SCHEDULER_NAME):
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
-
-    def _load_plain_optimizer(self, folder: Path) -> None:
-        """Of a run without us, or of one that trains no expert."""
-        if self._taken is not None and self._taken[0] == folder:
+                self._load_weights(folder)
+            load_optimizer_distributed(self.model, unwrapped(self.optimizer), str(folder / STATE))
+            return
+        joint = JointAccess.of(LogicalView(self.model))
+        if joint.folder_has(folder / STATE / MARKER):
+            load(folder / STATE, self.model, unwrapped(self.optimizer))
+            return
+        if self._exports:
+            self._load_weights(folder)
+        has_plain = joint.folder_has(folder / OPTIMIZER_NAME)
+        if has_plain and self._taken == folder:
             # The schedule that was made meanwhile has set the learning rates of its first step.
-            for group, saved in zip(self._bare_optimizer.param_groups, self._taken[1], strict=True):
-                group.update({option: value for option, value in saved.items() if option != "params"})
-        elif self._trained_experts:
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        elif has_plain and self._trained_experts:
             raise CheckpointError(
                 f"{folder} was saved without the balancer, and its optimizer is for whole experts: make a new "
                 "BalancedTrainer to resume from it"
             )
-        else:
-            whole = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(whole)
+        elif has_plain:
+            self._read_whole_optimizer(folder)
+
+    def _read_whole_optimizer(self, folder: Path) -> None:
+        self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
 
     def _load_best_model(self) -> None:
-        if not self._exports:
-            super()._load_best_model()
-            return
-        best = self.state.best_model_checkpoint
-        logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
-        if self._is_spread:
-            self._read_anew(best)
+        if self._exports:
+            self._load_weights(self.state.best_model_checkpoint)
         else:
-            load_pretrained(self.model, best)
+            super()._load_best_model()
 
     def _last_whole_checkpoint(self) -> Path:
         """Return that of the output folder; ValueError: there is none, or ranks see different ones."""
         output = Path(self.args.output_dir)
-        steps = sorted(
-            int(folder.name.rpartition("-")[2])
-            for folder in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-            if folder.name.rpartition("-")[2].isdigit() and _is_json(folder / TRAINER_STATE_NAME)
-        )
-        last = torch.tensor([steps[-1] if steps else -1], device=self.args.device)
-        seen = self.accelerator.gather(last).tolist()
+        last = max(map(_step_of, output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")), default=-1)
+        seen = self.accelerator.gather(torch.tensor([last], device=self.args.device)).tolist()
         if len(set(seen)) > 1:
             raise ValueError(f"the last checkpoint in {output} is of step {seen} on the ranks: give a folder all see")
-        if not steps:
+        if last < 0:
             raise ValueError(f"no checkpoint in {output} is whole")
-        return output / f"{PREFIX_CHECKPOINT_DIR}-{steps[-1]}"
-
-    # -- what the Trainer has ------------------------------------------------------------------------------------------
-
-    @property
-    def _bare_optimizer(self) -> torch.optim.Optimizer:
-        """Without Accelerate's wrapper."""
-        bare: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        return bare
+        return output / f"{PREFIX_CHECKPOINT_DIR}-{last}"
 
     @property
     def _is_spread(self) -> bool:
@@ -342,18 +277,13 @@ class BalancedTrainerMixin(_TrainerBase):
         experts = self.balancer.layer_of_parameter
         return {name for name, p in self.model.named_parameters() if name in experts and p.requires_grad}
 
-    @property
-    def _expert_adapters(self) -> frozenset[str]:
-        """Those of them that are adapters, which the library saves alone."""
-        stage = self.model.__dict__.get("_eplb_runtime_stage")
-        return frozenset() if stage is None else stage.host.adapters
 
-
-def _is_json(path: Path) -> bool:
+def _step_of(state: Path) -> int:
+    """Return the step of a checkpoint by the Trainer's state in it; -1: it is not whole."""
     try:
-        return isinstance(json.loads(path.read_text()), dict)
-    except (OSError, ValueError):
-        return False
+        return int(json.loads(state.read_text())["global_step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return -1
 
 
 def _refuse(trainer: Any) -> None:
@@ -362,18 +292,14 @@ def _refuse(trainer: Any) -> None:
     for name, mend in _NOT_HERE.items():
         if getattr(args, name, False):
             raise AttachError(f"BalancedTrainer does not take {name}: {mend}")
+    if not trainer.accelerator.even_batches:
+        raise AttachError("BalancedTrainer does not take even_batches=False: all ranks take part in every forward")
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    for name, is_on in {
-        "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
-        "ParallelismConfig": not trainer._is_spread and parallel is not None and parallel.total_size > 1,
-    }.items():
-        if is_on:
-            raise AttachError(
-                f"BalancedTrainer does not run with {name}: it spreads the experts itself, and Accelerate's "
-                "DistributedDataParallel averages the rest"
-            )
-    if args.save_on_each_node and any(adapted_experts(trainer.model, follows_experts_interface)):
+    spreads = not trainer._is_spread and parallel is not None and parallel.total_size > 1
+    accelerate = {"distributed_type": trainer.accelerator.distributed_type.value}
+    for one in refusals({**accelerate, "parallelism_config": parallel if spreads else None}):
+        raise AttachError(f"BalancedTrainer does not run with {one}")
+    if args.save_on_each_node and any(one.low_rank for *_, one in experts_of(trainer.model)):
         raise AttachError(
             "BalancedTrainer does not take save_on_each_node with adapters of experts: the job's first rank alone "
             "writes them, so give a folder that all nodes see"

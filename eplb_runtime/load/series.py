@@ -157,13 +157,12 @@ def _entry(job: RecordedJob | None) -> dict[str, Any]:
 def _known_of_job(line: Any) -> dict[str, Any]:
     """Return usable values of fields of `RecordedJob` that a line says: of its kind, and within bounds."""
     said: Any = line.get("job") if isinstance(line, dict) else None
-    if not isinstance(said, dict):
-        return {}
-    known = [(entry.name, type(entry.default), said.get(entry.name)) for entry in fields(RecordedJob)]
-    is_usable = lambda kind, value: type(value) in (int, kind) and 0 < value < _MOST  # noqa: E731
-    return {
-        name: value for name, kind, value in known if (type(value) is str if kind is str else is_usable(kind, value))
-    }
+    known = {}
+    for entry in fields(RecordedJob) if isinstance(said, dict) else ():
+        kind, value = type(entry.default), said.get(entry.name)
+        if type(value) is kind is str or (kind is not str and type(value) in (int, kind) and 0 < value < _MOST):
+            known[entry.name] = value
+    return known
 
 
 def _shape_in(line: Any) -> tuple[int, int]:

@@ -263,11 +263,11 @@ def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
     if imbalance["measured"] is not None:
         last = "" if imbalance["last"] is None else f", {imbalance['last']:.3f} last"  # None: just started again
         line += f"; imbalance {imbalance['start']:.3f} as it was, {imbalance['measured']:.3f} with moves{last}"
-    judged = int((summary["predictions"] or {}).get("judged_decisions", 0))
     found, pauses = counted(summary["guard_findings"], "finding"), counted(summary["pauses"], "pause")
     troubled = summary["guard_findings"] or summary["pauses"]
     troubles = f"; {found} of the guard, {pauses}: see the log" if troubled else ""
     look = "BalancerConfig(run=FOLDER) keeps all of it" if run is None else f"eplb-runtime report {run} shows all of it"
-    sure = f"{expert_work_text(work['share'], work['source'])}, predictions judged {counted(judged, 'time')}"
-    sure += f"{lives * summary['judged_before']}{': too few to be sure' * (judged < SURE_AFTER)}"
+    sure = f"{expert_work_text(work['share'], work['source'])}; "
+    sure += predictions_text(summary["predictions"]) or "no prediction could be checked: too few to be sure"
+    sure += lives * summary["judged_before"]
     return f"{line}\n  about {abs(saved):.3g} s {'lost' if saved < 0 else 'saved'}: {sure}\n  {look}{troubles}"

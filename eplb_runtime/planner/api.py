@@ -113,21 +113,16 @@ def plan(
         trust=trust,
         one_known=np.ndim(load) == 3 and len(windows) == 1 and declared is None,
     )
-    _check(request)
+    for problem in _problems(request):  # before anything of that size is made
+        raise PlanError(problem)
     return weigh(request, POLICIES[policy][0](request), began)
 
 
 def _checked_speed(rank_speed: ArrayLike, ranks: int) -> NDArray[np.float64] | None:
     """Return float64 ``[R]``, the fastest rank 1; None: all alike."""
     wanted = f"give one number above 0 for each of {ranks} ranks"
-    try:
-        array = np.asarray(rank_speed)
-    except (TypeError, ValueError, RuntimeError):
-        raise PlanError(f"rank_speed is not an array: {wanted}") from None
-    if array.shape != (ranks,) or array.dtype.kind not in "biuf":
-        raise PlanError(f"rank_speed has shape {array.shape}: {wanted}")
-    speed_R = array.astype(np.float64)
-    if not (np.isfinite(speed_R) & (speed_R > 0)).all():
+    speed_R = _numbers("rank_speed", rank_speed, (ranks,), wanted)
+    if not speed_R.all():
         raise PlanError(f"rank_speed={speed_R.tolist()}: {wanted}")
     return None if (speed_R == speed_R[0]).all() else speed_R / speed_R.max()
 
@@ -136,18 +131,22 @@ def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Top
     """Return float64 ``[L, N, E]``: the share of each expert's tokens that comes from each node, by tokens ``[N, L,
     E]``; alike where none came."""
     shape = (topology.num_nodes, layers, experts)
-    try:
-        counts = np.asarray(sources, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise PlanError(f"sources is not an array of numbers: give [nodes, layers, experts], {list(shape)}") from None
-    if counts.shape != shape or not ((counts >= 0).all() and counts.max() < MOST_TOKENS):
-        raise PlanError(
-            f"sources has shape {counts.shape}: give token counts by node, {list(shape)}, zero where nothing was "
-            "counted; add up those of a node's ranks"
-        )
+    wanted = f"give token counts by node, {list(shape)}, zero where nothing was counted; add up those of a node's ranks"
+    counts = _numbers("sources", sources, shape, wanted)
     total_LE = counts.sum(axis=0)
     share = np.divide(counts, total_LE, out=np.full_like(counts, 1.0 / len(counts)), where=total_LE > 0)
     return np.ascontiguousarray(share.transpose(1, 0, 2))
+
+
+def _numbers(name: str, values: ArrayLike, shape: tuple[int, ...], wanted: str) -> NDArray[np.float64]:
+    """Return numbers of 0 or more of this shape; ``wanted`` ends the sentence of a refusal."""
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise PlanError(f"{name} is not an array of numbers: {wanted}") from None
+    if array.shape != shape or not ((array >= 0) & (array < MOST_TOKENS)).all():
+        raise PlanError(f"{name} has shape {array.shape}, or numbers that are none: {wanted}")
+    return array
 
 
 def _checked_layout(policy: str, layout: str | None) -> str:
@@ -178,14 +177,8 @@ def check_whole_number(name: str, value: object) -> None:
         raise PlanError(f"{name}={value!r}: give a whole number")
 
 
-def _check(request: PlanRequest) -> None:
-    """Refuse sizes, limits and terms that do not fit together, before anything of that size is made."""
-    problem = next(_problems(request), None)
-    if problem is not None:
-        raise PlanError(problem)
-
-
 def _problems(request: PlanRequest) -> Iterator[str]:
+    """Yield why sizes, limits and terms do not fit together."""
     gate, cost, trust, current = request.gate, request.cost, request.trust, request.current
     if gate not in GATES:
         yield f"gate={gate!r} is unknown; choose one of: {', '.join(GATES)}"

@@ -70,7 +70,7 @@ def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
             stall = cost.stall_seconds if len(moves) else 0.0
             spent = cost.transfer_seconds(moves, topology, request.slots_per_rank) + stall
     moving = len(np.unique(moves[:, MOVE_LAYER]))
-    decision, code, reason = _decide(request, (before, after), falls, moving, (saved, spent))
+    decision, code, reason = _decide(request, before, after, falls, moving, [saved, spent])
     if current is not None and request.counts_crossing:
         reason += f"; tokens that cross nodes {crossing_before.mean():.1%} -> {crossing_after.mean():.1%}"
     if decision == "stay" and current is not None:
@@ -159,13 +159,9 @@ def _paying(request: PlanRequest, cost: CostModel, moves: NDArray[np.int32], gai
 
 
 def _decide(
-    request: PlanRequest,
-    imbalance: tuple[FloatArray | None, FloatArray],
-    falls: bool,
-    moving: int,
-    seconds: tuple[float, float],
+    request: PlanRequest, before: FloatArray | None, after: FloatArray, falls: bool, moving: int, seconds: list[float]
 ) -> tuple[str, str, str]:
-    (before, after), (saved, spent) = imbalance, seconds
+    saved, spent = seconds
     if before is None:
         return "rebalance", "first placement", f"there is no placement yet; forecast imbalance {after.mean():.3f}"
     if moving == 0:

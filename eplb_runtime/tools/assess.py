@@ -6,22 +6,21 @@ nothing, by how much a step would be shorter, and the verdict in words. No file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..load.series import RecordedJob
 from ..observe.run_state import JobRecord
 from ..placement import uneven
-from ..planner import PlanError
 from ..planner.cost import HYSTERESIS
 from ..topology import DEFAULT_INTER_NODE_BANDWIDTH, DEFAULT_INTRA_NODE_BANDWIDTH, Topology
 from ..utils.text import counted
 from .formats.loads import looks_partial
-from .simulate import Series, StepModel, simulate
+from .simulate import HIDDEN, PARAMETERS, Series, StepModel, simulate
 
 FloatArray = NDArray[np.float64]
 
@@ -39,8 +38,6 @@ DEFAULT_INTERVALS, FEW_INTERVALS, SHORT_INTERVAL = 20, 5, 10
 STEP_CHOICES = 65536
 """(token, choice) pairs of a rank in a step and a layer: 8,192 tokens that go to eight experts each."""
 STEP_SECONDS, STALL_SECONDS = 1.0, 0.05
-EXPERT_PARAMETERS = 3 * 7168 * 2048
-"""DeepSeek-V3's."""
 CPU_BANDWIDTH = 1e9
 """Bytes/s between the ranks of a job on CPUs."""
 
@@ -52,7 +49,7 @@ class Figures:
     topology: Topology  # ranks and nodes of the EP group, and bandwidths of a rank
     every: int  # training steps between plans
     steps_per_window: int
-    step_seconds: float  # as the job is now
+    step_seconds: float
     shares: tuple[float, float, float]  # of that step in expert work: as known, the least and the most
     share_source: str  # how the text names a recorded share; "": it was given or assumed
     expert_parameters: int  # of one expert, as the bytes
@@ -106,7 +103,7 @@ class Assessment:
     figures: Figures
     verdict: str  # a sentence that says whether it pays
     advice: str  # and what to do next
-    notes: tuple[str, ...]  # sentences on what is compared, said ahead of the answer
+    notes: Sequence[str]  # sentences on what is compared, said ahead of the answer
     windows: int = 0  # that were judged
     ways: Mapping[str, Scenario] = field(default_factory=dict)  # "now", "homes" and "replicas"; those that were judged
     best: Scenario | None = None  # the one that the advice is of; None: the record cannot say
@@ -118,12 +115,11 @@ class Assessment:
 
     def fields(self) -> dict[str, Any]:
         """Return what ``eplb-runtime assess --json`` prints; what was not judged is null."""
-        names, best = ("now", "homes", "replicas"), self.best
-        saved = dict.fromkeys(("share", "low", "high")) if best is None else _saved(best, self.figures)
+        names, best, saved = ("now", "homes", "replicas"), self.best, dict.fromkeys(("share", "low", "high"))
         return {
             "pays": self.pays,
             "imbalance": {name: self.ways[name].imbalance if name in self.ways else None for name in names},
-            "step_saved": saved,
+            "step_saved": saved if best is None else _saved(best, self.figures),
             "move_seconds": None if best is None else best.move_seconds,
             "data_parallel": self.data_parallel,
             "advice": self.paragraph() if best is None else self.advice,
@@ -131,35 +127,37 @@ class Assessment:
 
     def paragraph(self) -> str:
         """Return the answer in words, on one line."""
-        figures, said = self.figures, [*self.notes]
-        if self.best is not None:
-            share, low, high = _saved(self.best, figures).values()
-            sign, span, ways = 1 if share >= 0 else -1, "", [f"with homes moved {self.ways['homes'].imbalance:.2f}x"]
-            ways += [f"{way.name} {way.imbalance:.2f}x" for name, way in self.ways.items() if name == "replicas"]
-            if figures.share_is_assumed and low != high:
-                digits = 0 if max(abs(low), abs(high)) >= 0.0195 else 1
-                least, most = (f"{100 * one:.{digits}f}" for one in sorted((sign * low, sign * high)))
-                span = f" ({least} to {most}% for {100 * figures.shares[1]:.0f} to {figures.shares[2]:.0%})"
-            work = f"If {figures.shares[0]:.0%} of a step is expert work"
-            if figures.share_source:
-                work = f"With {figures.shares[0]:.0%} of a step in expert work ({figures.share_source})"
-            seconds = self.best.move_seconds
-            moving = f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
-            said.append(
-                f"{figures.ranks} ranks: the busiest rank has {self.ways['now'].imbalance:.2f}x the mean load; "
-                f"{', '.join(ways)} (planned on the past, judged on what came next, {self.windows} windows). {work}, "
-                f"a step takes {_percent(sign * share)} {'less' if sign > 0 else 'more'}{span}; moving costs {moving} "
-                f"every {_steps(figures.every)}."
-            )
+        said = [*self.notes, *([] if self.best is None else self._figures_in_words(self.best))]
+        return " ".join([*said, self.verdict, self.advice]).replace("%", " %")
+
+    def _figures_in_words(self, best: Scenario) -> Iterator[str]:
+        figures, (share, low, high) = self.figures, _saved(best, self.figures).values()
+        sign, span, ways = 1 if share >= 0 else -1, "", f"with homes moved {self.ways['homes'].imbalance:.2f}x"
+        if replicas := self.ways.get("replicas"):
+            ways += f", {replicas.name} {replicas.imbalance:.2f}x"
+        if figures.share_is_assumed and low != high:
+            digits = 0 if max(abs(low), abs(high)) >= 0.0195 else 1
+            least, most = (f"{100 * one:.{digits}f}" for one in sorted((sign * low, sign * high)))
+            span = f" ({least} to {most}% for {100 * figures.shares[1]:.0f} to {figures.shares[2]:.0%})"
+        work = f"If {figures.shares[0]:.0%} of a step is expert work"
+        if figures.share_source:
+            work = f"With {figures.shares[0]:.0%} of a step in expert work ({figures.share_source})"
+        seconds = best.move_seconds
+        moving = f"{seconds:.2g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.2g} ms"
+        yield (
+            f"{figures.ranks} ranks: the busiest rank has {self.ways['now'].imbalance:.2f}x the mean load; {ways} "
+            f"(planned on the past, judged on what came next, {self.windows} windows). {work}, a step takes "
+            f"{_percent(sign * share)} {'less' if sign > 0 else 'more'}{span}; moving costs {moving} "
+            f"every {_steps(figures.every)}."
+        )
         if self.data_parallel is not None:
             before, after, freed = self.data_parallel.values()
             slower = after > before
-            said.append(
+            yield (
                 f"Spread, with tokens that travel, a step takes {after:.3g} s, data parallelism as recorded "
                 f"{before:.3g} s{', so spread only what does not fit' * slower}; a rank holds {freed / 1e9:.2g} GB "
                 f"less.{' If spread:' * slower}"
             )
-        return " ".join([*said, self.verdict, self.advice]).replace("%", " %")
 
 
 def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
@@ -183,89 +181,36 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
         few = f"Windows of other numbers of steps than {record.steps_per_window}, as most have, were left out"
         notes.append(f"{few}: {left_out} of {whole}.")
     if why := _why_not(record, figures):
-        return Assessment(figures, *why, tuple(notes))
+        return Assessment(figures, *why, notes)
     # The newest windows with tokens in them, of the ranks that are asked about: each has as many as it had.
     load = record.load[record.load.any(axis=(1, 2))][-(MOST_INTERVALS + 1) * figures.every_windows :]
     load = load * (figures.ranks / (record.job.ranks or figures.ranks))
     series = Series(load, figures.every_windows, figures.steps_per_window, gate="payoff")
-    figures, model, step_seconds = _calibrated(record, series, figures)
-    ways = _ways(series, figures, model, step_seconds)
-    share, now, homes, replicas = figures.shares[0], ways["now"], ways["homes"], ways.get("replicas")
+    is_recorded = figures.step_seconds == record.job.step_seconds and not figures.share_is_assumed
+    figures, model = _calibrated(record.job, series, figures)
+    ways = _ways(series, figures, model)
+    share, homes, replicas = figures.shares[0], ways["homes"], ways.get("replicas")
     best = homes
     if replicas is not None:
         gain = replicas.saved(share) - replicas.moving - (homes.saved(share) - homes.moving)
         best = replicas if gain > LEAST_SAVED or (replicas.pays(share) and not homes.pays(share)) else homes
     if best.pays(share):
-        verdict, advice = _why_it_pays(figures, best, with_replicas=best is replicas)
-        least = min((now, homes), key=lambda way: way.worst)
-        if f"{best.worst:.2f}" > f"{least.worst:.2f}":
-            verdict = f"{verdict[:-1]}, but the 95th percentile is {best.worst:.2f}x, {least.name} {least.worst:.2f}x."
+        verdict, advice = _why_it_pays(figures, ways, best)
     else:
         # Tokens of a layer's hottest expert over a rank's mean: homes alone get no lower.
         hottest = float((load.max(axis=2) * figures.ranks / np.maximum(load.sum(axis=2), 1)).mean())
         steps = int(record.load.any(axis=(1, 2)).sum()) * figures.steps_per_window
-        verdict, advice = _why_it_does_not_pay(figures, steps, now, best, hottest)
+        verdict, advice = _why_it_does_not_pay(figures, steps, ways["now"], best, hottest)
     beside = None
     if record.job.ep_size == 1:
-        if figures.step_seconds == record.job.step_seconds and not figures.share_is_assumed:
-            beside = _data_parallel(figures, load, model, best if best.pays(share) else now, step_seconds)
+        if is_recorded:
+            beside = _data_parallel(record.job, figures, load, best if best.pays(share) else ways["now"])
         spread = f"compared is the same job with its experts spread over {figures.ranks} ranks in logical order"
         notes.append(f"The recorded job has no expert parallelism; {spread}, before and after balancing.")
     if record.job.takes_no_replicas and not figures.replica_slots:
         notes.append("The framework's layers hold no replicas, so homes alone are tried.")
     windows = len(load) - figures.every_windows
-    return Assessment(figures, verdict, advice, tuple(notes), windows, ways, best, beside)
-
-
-def _ways(series: Series, figures: Figures, model: StepModel, step_seconds: float) -> dict[str, Scenario]:
-    """Return each way to place experts, played; ``step_seconds``: of a step that places them in order."""
-    (_, layers, experts), slots = series.load.shape, figures.replica_slots
-    homes = experts // figures.ranks
-    if slots > experts - homes:
-        have = f"a rank has homes for {homes} of {experts} experts"
-        raise PlanError(f"--replica-slots {slots}: {have}; give at most {experts - homes}")
-    named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
-    tried = {"now": ("as it is", "static", 0), "homes": ("homes moved", "incremental", 0)}
-    tried |= {"replicas": (named, "incremental", slots)} if slots else {}
-    found, static_seconds = {}, 0.0
-    for key, (name, policy, more) in tried.items():
-        (run,) = simulate(series, figures.topology, slots_per_rank=homes + more, policies=[policy], step_model=model)
-        seconds = sum(run.step_seconds)
-        static_seconds = static_seconds or seconds  # of the first
-        first, *others = run.migration_seconds
-        plans = max(len(run.plans), HORIZON_INTERVALS)
-        move_seconds = (first + (plans - 1) * float(np.mean(others))) / plans
-        found[key] = Scenario(
-            name=name,
-            imbalance=float(run.imbalance.mean()),
-            worst=float(np.percentile(run.imbalance, 95)),
-            expert_seconds=seconds / static_seconds,
-            refresh=model.refresh_seconds(layers, more, figures.topology) / step_seconds,
-            move_seconds=move_seconds,
-            moving=move_seconds / figures.every / step_seconds,
-            rebalances=sum(plan.decision == "rebalance" for plan in run.plans),
-        )
-    return found
-
-
-def _data_parallel(
-    figures: Figures, load: FloatArray, model: StepModel, way: Scenario, step_seconds: float
-) -> dict[str, float]:
-    """Compare a recorded job in which each rank held all experts with one way to place them; ``step_seconds``: of a
-    step that places them in order.
-
-    Returns:
-        ``step_seconds`` as recorded, in which no rank waits for another's tokens, and none travel;
-        ``spread_step_seconds``, with moves and tokens that travel, as if nothing hid them; ``freed_bytes`` of a rank,
-        weights and optimizer state of the experts that other ranks hold.
-    """
-    tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
-    nbytes = max(1, figures.expert_bytes // figures.expert_parameters)
-    travel = replace(model, activation_bytes=nbytes, flops=inf).seconds(tokens_L, figures.topology)
-    elsewhere = load.shape[1] * (load.shape[2] - load.shape[2] // figures.ranks)
-    freed = (figures.expert_bytes + figures.optimizer_bytes) * elsewhere
-    spread = step_seconds * (1 - way.saved(figures.shares[0]) + way.moving) + travel
-    return {"step_seconds": figures.step_seconds, "spread_step_seconds": spread, "freed_bytes": freed}
+    return Assessment(figures, verdict, advice, notes, windows, ways, best, beside)
 
 
 def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
@@ -273,7 +218,6 @@ def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     job, (windows, _, experts) = record.job, record.load.shape
 
     def resolve(name: str, known: Any, default: Any) -> Any:
-        """Return the figure that was given, else what was recorded, else a default."""
         chosen = given.get(name)
         return chosen if chosen is not None else known or default
 
@@ -289,7 +233,7 @@ def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
     every = resolve("every", job.interval, cut)
     measured = min(1.0, job.expert_seconds / job.step_seconds) if job.step_seconds else 0.0
     share, is_given = resolve("moe_share", measured, MOE_SHARE), given.get("moe_share") is not None
-    parameters = resolve("expert_parameters", job.expert_parameters, EXPERT_PARAMETERS)
+    parameters = resolve("expert_parameters", job.expert_parameters, PARAMETERS)
     known = job.expert_bytes and job.expert_parameters
     weights = round(parameters * job.expert_bytes / job.expert_parameters) if known else 2 * parameters
     of_adam = (8 if weights >= 4 * parameters else 12) * parameters  # float32 moments, and weights with bfloat16 ones
@@ -333,50 +277,95 @@ def _why_not(record: JobRecord, figures: Figures) -> tuple[str, str] | None:
     return f"Too few steps: {have}, and a plan every {_steps(figures.every)} needs {least * steps}.", more
 
 
-def _calibrated(record: JobRecord, series: Series, figures: Figures) -> tuple[Figures, StepModel, float]:
-    """Return the step model whose expert work is its share of a step as it is now, and the seconds of such a step.
+def _calibrated(job: RecordedJob, series: Series, figures: Figures) -> tuple[Figures, StepModel]:
+    """Return the figures of a step with experts in logical order, and the model whose expert work is that step's share.
 
     All of expert work goes with the busiest rank's tokens, so the model exchanges nothing else. A step that was
     measured with another imbalance than that of experts in logical order (without expert parallelism, or balanced)
-    would take longer with it; a share that was measured in such a step would be larger, as in the figures returned.
+    would take longer with it; a share that was measured in such a step would be larger.
     """
-    hidden = record.job.hidden_size or StepModel.hidden_size
-    model = StepModel(
-        hidden_size=hidden,
-        expert_hidden_size=max(1, round(figures.expert_parameters / 3 / hidden)),
-        activation_bytes=0,
-        stall_seconds=STALL_SECONDS,
-        weight_bytes=figures.expert_bytes,
-        state_bytes=figures.optimizer_bytes,
-    )
-    tokens_L = series.load[series.every :].sum(axis=2).mean(axis=0) / figures.ranks / series.steps_per_window
-    homes = series.load.shape[2] // figures.ranks
-    (static,) = simulate(series, figures.topology, slots_per_rank=homes, policies=["static"], step_model=model)
-    now = float(np.mean(static.step_seconds))
-    over_even = now / model.seconds(tokens_L, figures.topology)
-    measured_at = record.job.imbalance or (1.0 if record.job.ep_size == 1 else over_even)
-    share = known = figures.shares[0]
+    judged = series.load[series.every :] / series.steps_per_window
+    load_WLR = judged.reshape(*judged.shape[:2], figures.ranks, -1).sum(axis=3)
+    busiest_L, even_L = load_WLR.max(axis=2).mean(axis=0), load_WLR.mean(axis=(0, 2))
+    over_even = float(busiest_L.sum() / even_L.sum())
+    measured_at = job.imbalance or (1.0 if job.ep_size == 1 else over_even)
+    share, seconds = figures.shares[0], figures.step_seconds
     if figures.share_source:
         longer = share * over_even / measured_at
-        share = longer / (1 - share + longer)
-        is_same = f"{share:.0%}" == f"{known:.0%}"
-        source = "measured" if is_same else f"worked out from {known:.0%} measured, with other imbalance"
+        share, known = longer / (1 - share + longer), share
+        worked_out = f"worked out from {known:.0%} measured, with other imbalance"
+        source = "measured" if f"{share:.0%}" == f"{known:.0%}" else worked_out
         figures = replace(figures, shares=(share, share, share), share_source=source)
-    seconds = figures.step_seconds
-    if record.job.step_seconds and figures.step_seconds == record.job.step_seconds:
+    if job.step_seconds and seconds == job.step_seconds:
         seconds /= 1 - share + share * measured_at / over_even
-    return figures, replace(model, flops=model.flops * now / (share * seconds)), seconds
+    model = StepModel(
+        token_seconds=share * seconds / float(busiest_L.sum()),
+        token_bytes=0,
+        replica_bytes=figures.expert_bytes,
+        home_bytes=figures.expert_bytes + figures.optimizer_bytes,
+        gradient_bytes=4 * figures.expert_parameters,
+        stall_seconds=STALL_SECONDS,
+    )
+    return replace(figures, step_seconds=seconds), model
 
 
-def _why_it_pays(figures: Figures, best: Scenario, with_replicas: bool) -> tuple[str, str]:
+def _ways(series: Series, figures: Figures, model: StepModel) -> dict[str, Scenario]:
+    """Return each way to place experts, played."""
+    (_, layers, experts), slots, static_seconds = series.load.shape, figures.replica_slots, 0.0
+    named = f"with {'one' if slots == 1 else slots} replica slot{'s' if slots > 1 else ''}"
+    tried = {"now": ("as it is", "static", 0), "homes": ("homes moved", "incremental", 0)}
+    tried |= {"replicas": (named, "incremental", slots)} if slots else {}
+    found = {}
+    for key, (name, policy, more) in tried.items():
+        per_rank = experts // figures.ranks + more
+        (run,) = simulate(series, figures.topology, slots_per_rank=per_rank, policies=[policy], step_model=model)
+        seconds = sum(run.step_seconds)
+        static_seconds = static_seconds or seconds  # of the first
+        first, *others = run.migration_seconds
+        plans = max(len(run.plans), HORIZON_INTERVALS)
+        move_seconds = (first + (plans - 1) * float(np.mean(others))) / plans
+        found[key] = Scenario(
+            name=name,
+            imbalance=float(run.imbalance.mean()),
+            worst=float(np.percentile(run.imbalance, 95)),
+            expert_seconds=seconds / static_seconds,
+            refresh=model.refresh_seconds(layers, more, figures.topology) / figures.step_seconds,
+            move_seconds=move_seconds,
+            moving=move_seconds / figures.every / figures.step_seconds,
+            rebalances=sum(plan.decision == "rebalance" for plan in run.plans),
+        )
+    return found
+
+
+def _data_parallel(job: RecordedJob, figures: Figures, load: FloatArray, way: Scenario) -> dict[str, float]:
+    """Compare a recorded job in which each rank held all experts with one way to place them.
+
+    Returns:
+        ``step_seconds`` as recorded, in which no rank waits for another's tokens, and none travel;
+        ``spread_step_seconds``, with moves and tokens that travel, as if nothing hid them; ``freed_bytes`` of a rank,
+        weights and optimizer state of the experts that other ranks hold.
+    """
+    tokens_L = way.imbalance * load.sum(axis=2).mean(axis=0) / figures.ranks / figures.steps_per_window
+    token_bytes = 4 * (job.hidden_size or HIDDEN) * max(1, figures.expert_bytes // figures.expert_parameters)
+    travel = StepModel(token_seconds=0.0, token_bytes=token_bytes).seconds(tokens_L, figures.topology)
+    elsewhere = load.shape[1] * (load.shape[2] - load.shape[2] // figures.ranks)
+    freed = (figures.expert_bytes + figures.optimizer_bytes) * elsewhere
+    spread = figures.step_seconds * (1 - way.saved(figures.shares[0]) + way.moving) + travel
+    return {"step_seconds": job.step_seconds, "spread_step_seconds": spread, "freed_bytes": freed}
+
+
+def _why_it_pays(figures: Figures, ways: Mapping[str, Scenario], best: Scenario) -> tuple[str, str]:
     """Return the verdict, and the settings to write."""
     least_share = best.cost / (1 - best.expert_seconds)
-    verdict = "It pays." if least_share <= figures.shares[1] else f"It pays from {least_share:.0%} of expert work on."
+    verdict = "It pays" if least_share <= figures.shares[1] else f"It pays from {least_share:.0%} of expert work on"
+    least = min((ways["now"], ways["homes"]), key=lambda way: way.worst)
+    if f"{best.worst:.2f}" > f"{least.worst:.2f}":
+        verdict += f", but the 95th percentile is {best.worst:.2f}x, {least.name} {least.worst:.2f}x"
     settings = f"interval={figures.every}"
-    settings += f", replica_slots={figures.replica_slots}" if with_replicas else ""
+    settings += f", replica_slots={figures.replica_slots}" if best is ways.get("replicas") else ""
     if not figures.share_source and not figures.share_is_assumed:  # given: the job's gate counts with it
         settings += f", migration=MigrationConfig(moe_share={figures.shares[0]:g})"
-    return verdict, f"Next: BalancerConfig({settings})"
+    return f"{verdict}.", f"Next: BalancerConfig({settings})"
 
 
 def _why_it_does_not_pay(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -188,13 +189,9 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Table:
     table: Table = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, microbatches)
-        kinds = [FORWARD] * ahead + [FORWARD, BACKWARD] * (microbatches - ahead) + [BACKWARD] * ahead
-        counts = {FORWARD: 0, BACKWARD: 0}
-        steps: list[Step] = []
-        for kind in kinds:
-            steps.append((Part(kind, rank, counts[kind]),))
-            counts[kind] += 1
-        table.append(steps)
+        forwards, backwards = ([(Part(kind, rank, n),) for n in range(microbatches)] for kind in (FORWARD, BACKWARD))
+        in_turn = zip(forwards[ahead:], backwards, strict=False)
+        table.append([*forwards[:ahead], *chain.from_iterable(in_turn), *backwards[microbatches - ahead :]])
     return table
 
 
@@ -229,18 +226,14 @@ def _of_torch(name: str, stages_per_rank: int) -> Callable[[int, int], Table]:
 
 
 def _steps_of_torch(actions: Sequence[Any]) -> list[Step]:
-    kinds = (FORWARD, INPUT, WEIGHT, BACKWARD)
     steps: list[Step] = []
-    for action in actions:
-        parts = () if action is None else (action.sub_actions or (action,))
-        step = tuple(
-            Part(part.computation_type.value, part.stage_index, part.microbatch_index)
-            for part in parts
-            if part.computation_type.value in kinds
-        )
-        if step:
-            steps.append(step)
-    return steps
+    for action in filter(None, actions):
+        parts = [
+            (part.computation_type.value, part.stage_index, part.microbatch_index)
+            for part in action.sub_actions or (action,)
+        ]
+        steps.append(tuple(Part(*part) for part in parts if part[0] in (FORWARD, INPUT, WEIGHT, BACKWARD)))
+    return list(filter(None, steps))
 
 
 class Schedule(NamedTuple):

@@ -21,54 +21,41 @@ from ..planner.gate import TrackRecord
 from ..planner.policies import POLICIES
 from ..planner.types import Gate
 from ..topology import Topology
+from ..utils.text import counted
 
 FloatArray = NDArray[np.float64]
 
 HORIZON_REPLANS = 10
 """Replans over which a plan counts what it saves, as a job does by default."""
+HIDDEN, PARAMETERS = 7168, 3 * 7168 * 2048
+"""DeepSeek-V3's: columns of a token, and numbers in one expert."""
 
 
 @dataclass(frozen=True)
 class StepModel:
     """How long the expert layers of a step take, by the tokens of the busiest rank; nothing overlaps.
 
-    * compute: tokens x 2 x 3 x hidden x expert_hidden FLOP (gate, up and down projection), three times (forward, and
-      both gradients in backward), at ``flops``.
-    * exchange: a token's hidden vector travels once in dispatch and once in combine, and again both in backward; not
-      where it is computed on its own rank. Links inside the node and between nodes work at the same time: the slower
-      kind counts, of the rank that gets most. Tokens of an expert come from all ranks alike, and go to near copies
-      first; without copies (G - 1) / R of a rank's tokens travel inside the node and (R - G) / R between nodes, for G
-      ranks a node.
+    Compute and exchange add up. Links inside the node and between nodes work at the same time: the slower kind counts,
+    of the rank that gets most. A token does not travel where it is computed on its own rank. Tokens of an expert come
+    from all ranks alike, and go to near copies first; without copies (G - 1) / R of a rank's tokens travel inside the
+    node and (R - G) / R between nodes, for G ranks a node.
 
     Args:
-        hidden_size, expert_hidden_size: of the model (the defaults are DeepSeek-V3's).
-        flops: FLOP/s that a rank sustains on expert GEMMs.
-        activation_bytes: bytes of one element of a token on the wire.
+        token_seconds: compute of a (token, choice) pair: 2 FLOP a number of the expert, three times (forward, and both
+            gradients in backward), at 400 TFLOP/s.
+        token_bytes: of a pair on the wire in a step: bf16 there and back, and again both in backward.
+        replica_bytes: of one expert's weights: bf16.
+        home_bytes: of one expert with what has to move: float32 master weights and two Adam moments.
+        gradient_bytes: of one expert's gradients, which a replica sends home in float32.
         stall_seconds: fixed cost of every rebalance, on top of its bytes.
-        weight_bytes, state_bytes: measured bytes of one expert's weights, and of what else moves with its home;
-            0 and None: as its sizes say.
     """
 
-    hidden_size: int = 7168
-    expert_hidden_size: int = 2048
-    flops: float = 400e12
-    activation_bytes: int = 2
+    token_seconds: float = 6 * PARAMETERS / 400e12
+    token_bytes: int = 4 * 2 * HIDDEN
+    replica_bytes: int = 2 * PARAMETERS
+    home_bytes: int = 12 * PARAMETERS
+    gradient_bytes: int = 4 * PARAMETERS
     stall_seconds: float = 0.0
-    weight_bytes: int = 0
-    state_bytes: int | None = None
-
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes of one expert's weights: bf16 unless they were measured."""
-        return self.weight_bytes or 2 * 3 * self.hidden_size * self.expert_hidden_size
-
-    @property
-    def home_bytes(self) -> int:
-        """Bytes of one expert with what has to move: float32 master weights and two Adam moments, or the
-        measured weights and state."""
-        if self.weight_bytes and self.state_bytes is not None:
-            return self.weight_bytes + self.state_bytes
-        return 12 * 3 * self.hidden_size * self.expert_hidden_size
 
     def slot_bytes(self, placement: Placement) -> int:
         """Bytes to fill a slot that is no home: one expert's weights in the home layout.
@@ -92,25 +79,18 @@ class StepModel:
                 (``planner.evaluate.received``); None: as without copies, from all ranks alike.
         """
         ranks, node = topology.num_ranks, topology.ranks_per_node
-        compute = 6 * self.hidden_size * self.expert_hidden_size * 3 / self.flops
         if received_LR2 is None:
             shares = np.array([(node - 1) / ranks, (ranks - node) / ranks])
             received_LR2 = busiest_rank_tokens[:, None, None] * shares
         bandwidth = np.array([topology.intra_node_bandwidth, topology.inter_node_bandwidth])
         exchange = (received_LR2 / bandwidth).max(axis=(1, 2)) * self.token_bytes
-        return float((busiest_rank_tokens * compute + exchange).sum())
+        return float((busiest_rank_tokens * self.token_seconds + exchange).sum())
 
     def refresh_seconds(self, num_layers: int, replica_slots: int, topology: Topology) -> float:
-        """Seconds of a step in which every replica gets its weights again and sends its float32 gradients home, as if
-        nothing hid them."""
+        """Seconds of a step in which every replica gets its weights again and sends its gradients home, as if nothing
+        hid them."""
         bandwidth = topology.intra_node_bandwidth if topology.num_nodes == 1 else topology.inter_node_bandwidth
-        gradient_bytes = 4 * 3 * self.hidden_size * self.expert_hidden_size
-        return num_layers * replica_slots * (self.replica_bytes + gradient_bytes) / bandwidth
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes on the wire of one token-expert pair in a step."""
-        return 4 * self.hidden_size * self.activation_bytes
+        return num_layers * replica_slots * (self.replica_bytes + self.gradient_bytes) / bandwidth
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,17 +179,31 @@ def simulate(
     Raises:
         PlanError: the series is too short, or a policy cannot plan this load; the message names the policy.
     """
-    windows, layers, experts = series.load.shape
-    if windows == 1:
-        raise PlanError("a series of one window has no next window to judge a plan by: give a longer series")
+    windows, _, experts = series.load.shape
     if not 0 < series.every < windows:
-        raise PlanError(
-            f"a series of {windows} windows cannot be replanned every {series.every}: give --every between 1 and "
-            f"{windows - 1}, or a longer series"
-        )
-    starts = [start_placement(policy, layers, experts, topology.num_ranks, slots_per_rank) for policy in policies]
+        shorter = f"give --every between 1 and {windows - 1}, or " if windows > 1 else ""
+        have = f"a series of {counted(windows, 'window')} cannot be replanned every {series.every}"
+        raise PlanError(f"{have}: {shorter}give a longer series")
+    least = -(-experts // topology.num_ranks)
+    if not least <= slots_per_rank <= experts:
+        have = f"{topology.num_ranks} ranks x {slots_per_rank} slots for {experts} experts"
+        raise PlanError(f"{have}: give {least} to {experts} slots per rank, each for another expert")
+    starts = [_start(policy, series.load, topology.num_ranks, slots_per_rank) for policy in policies]
     model = step_model or StepModel()
     return [_play(policy, start, series, topology, model) for policy, start in zip(policies, starts, strict=True)]
+
+
+def _start(policy: str, load: FloatArray, ranks: int, slots_per_rank: int) -> Placement:
+    """Experts in logical order; replica slots empty (home layout) or again in logical order (free)."""
+    if policy not in POLICIES:
+        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(POLICIES)}")
+    (_, layers, experts), layouts = load.shape, POLICIES[policy][1]
+    if layouts[0] == "home" and experts % ranks == 0:
+        return Placement.initial(layers, experts, ranks, slots_per_rank - experts // ranks)
+    if "free" not in layouts:
+        raise PlanError(f"policy {policy}: {ranks} ranks do not divide {experts} experts, as homes need")
+    row = np.arange(ranks * slots_per_rank) % experts
+    return Placement(np.broadcast_to(row, (layers, len(row))), experts, ranks)
 
 
 def _play(policy: str, current: Placement, series: Series, topology: Topology, model: StepModel) -> PolicyRun:
@@ -224,13 +218,13 @@ def _play(policy: str, current: Placement, series: Series, topology: Topology, m
         stall_seconds=model.stall_seconds,
     )
 
-    asked: dict[str, Any] = {"policy": policy, "layout": current.layout, "cost": cost}
+    slots = current.slots_per_rank
+    asked: dict[str, Any] = {"policy": policy, "layout": current.layout, "cost": cost, "slots_per_rank": slots}
     asked |= {"groups": series.groups, "max_moves": series.max_moves, "gate": series.gate}
 
     def ask(past: FloatArray, trust: float) -> Plan:
         try:
-            slots = current.slots_per_rank
-            return plan(past, topology, slots_per_rank=slots, current=current, trust=trust, **asked)
+            return plan(past, topology, current=current, trust=trust, **asked)
         except PlanError as error:
             raise PlanError(f"policy {policy}: {error}") from None
 
@@ -242,8 +236,7 @@ def _play(policy: str, current: Placement, series: Series, topology: Topology, m
         record.observe(load[start - every : start].sum(axis=0))
         plans.append(planned := ask(load[max(0, start - 4 * every) : start], record.trust))
         record.note(planned)
-        moves, slots = planned.moves, current.slots_per_rank
-        seconds = cost.transfer_seconds(moves, topology, slots) if len(moves) else 0.0
+        seconds = cost.transfer_seconds(planned.moves, topology, slots) if len(planned.moves) else 0.0
         migration_seconds.append(seconds + model.stall_seconds * (planned.decision == "rebalance"))
         current = planned.placement
         for load_LE in load[start : start + every]:
@@ -253,30 +246,3 @@ def _play(policy: str, current: Placement, series: Series, topology: Topology, m
             step_seconds.append(model.seconds(busiest, topology, received_LR2 / steps))
             crossing_share.append(float(received_LR2[:, :, 1].sum() / max(load_LE.sum(), 1e-300)))
     return PolicyRun(policy, steps, np.array(imbalance), step_seconds, crossing_share, plans, migration_seconds)
-
-
-def start_placement(policy: str, num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int) -> Placement:
-    """Where a policy starts: experts in logical order; replica slots empty (home) or again in logical order (free).
-
-    Raises:
-        PlanError: no such policy, too few slots, or a home layout that the ranks do not divide.
-    """
-    if policy not in POLICIES:
-        raise PlanError(f"policy {policy!r} is unknown; choose one of: {', '.join(POLICIES)}")
-    if num_ranks * slots_per_rank < num_experts:
-        raise PlanError(
-            f"{num_ranks} ranks x {slots_per_rank} slots cannot hold {num_experts} experts: "
-            f"give at least {-(-num_experts // num_ranks)} slots per rank"
-        )
-    if slots_per_rank > num_experts:
-        raise PlanError(
-            f"policy {policy}: {slots_per_rank} slots per rank for {num_experts} experts: a rank would hold an expert "
-            f"twice; give at most {num_experts}"
-        )
-    layouts = POLICIES[policy][1]
-    if layouts[0] == "home" and num_experts % num_ranks == 0:
-        return Placement.initial(num_layers, num_experts, num_ranks, slots_per_rank - num_experts // num_ranks)
-    if "free" not in layouts:
-        raise PlanError(f"policy {policy}: {num_ranks} ranks do not divide {num_experts} experts, as homes need")
-    row = np.arange(num_ranks * slots_per_rank) % num_experts
-    return Placement(np.broadcast_to(row, (num_layers, len(row))), num_experts, num_ranks)

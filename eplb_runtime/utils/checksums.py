@@ -5,8 +5,8 @@ On a GPU they are made there. No torch.distributed here.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,31 +25,18 @@ def as_bytes(row: Tensor) -> Tensor:
     return row.detach().reshape(-1).view(torch.uint8)
 
 
-class _HostMemory:
-    """A tensor's memory in NumPy's array interface; keeps the tensor, and so the memory, as long as the array."""
-
-    def __init__(self, data: Tensor) -> None:
-        self._data = data
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (data.numel(),),
-            "data": (data.data_ptr(), False),
-        }
-
-
 def host_array(data: Tensor) -> NDArray[np.uint8]:
-    """A flat contiguous uint8 tensor in host memory as an array over the same memory.
+    """A flat contiguous uint8 tensor in host memory as an array over the same memory, which the tensor keeps alive.
 
     For live memory, in the place of ``numpy()``: torch lets no storage of which that was taken be resized any more, for
-    good, and jobs free weights between phases by ``resize_(0)``. Let go of the array before that.
+    good, and jobs free weights between phases by ``resize_(0)``.
 
     Raises:
         ValueError: the memory is freed.
     """
     if data.untyped_storage().nbytes() < data.storage_offset() + data.numel():
         raise ValueError("the memory of a tensor is freed, as jobs do between phases: load it first")
-    return np.asarray(_HostMemory(data)) if data.numel() else np.empty(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * data.numel()).from_address(data.data_ptr()))
 
 
 def checksum(rows: Sequence[Tensor]) -> bytes:

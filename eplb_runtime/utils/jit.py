@@ -11,11 +11,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import numba
 import xxhash
@@ -24,26 +24,18 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parents[1]
+_PREFIX = f"numba-{sys.implementation.cache_tag}"
 _MARK = b"@jit"
 """What each module has in a line whose functions, or constants in the functions of others, are compiled."""
 
 
-@overload
-def jit(function: Function) -> Function: ...
-@overload
-def jit(*, error_model: Literal["python", "numpy"]) -> Callable[[Function], Function]: ...
-def jit(function: Function | None = None, *, error_model: Literal["python", "numpy"] = "python") -> Any:
-    """Compile a function at its first call, without the interpreter's lock, and keep it on the disk."""
-    if function is None:
-        return lambda function: _cached(function, error_model)
-    return _cached(function, error_model)
-
-
-def _cached(function: Any, error_model: Literal["python", "numpy"]) -> Any:
+def jit(function: Function) -> Function:
+    """Compile a function at its first call, without the interpreter's lock, and keep it on the disk. Divisions by zero
+    give what NumPy gives."""
     settings: Any = numba.config
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(cache_folder())  # read below, for this function only
     try:
-        return numba.njit(nogil=True, cache=True, error_model=error_model)(function)
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[return-value]
     finally:
         settings.CACHE_DIR = before
 
@@ -78,32 +70,24 @@ def cache_folder() -> Path:
 def folder_for(package: Path) -> Path:
     """The folder for a package: in ``NUMBA_CACHE_DIR``, else inside the package, else (it cannot be written) in the
     user's cache, else in the folder for temporary files."""
-    for parent in _parents(package):
-        folder = parent / _name(package)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    return Path(tempfile.gettempdir()) / _name(package)
+    name, given = _name(package), os.environ.get("NUMBA_CACHE_DIR")
+    of_user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / package.name
+    temporary = Path(tempfile.gettempdir())
+    of_temporary = temporary / f"{package.name}-{os.getuid()}"
+    for parent in (*([Path(given)] if given else []), package / "__pycache__", of_user, of_temporary):
+        with suppress(OSError):
+            (parent / name).mkdir(parents=True, exist_ok=True)
+            if os.access(parent / name, os.W_OK | os.X_OK):
+                return parent / name
+    return temporary / name
 
 
 def remove_older() -> None:
     """Remove what earlier sources of this package left inside it."""
     here = cache_folder()
-    if here.parent == _PACKAGE / "__pycache__":
-        for other in here.parent.glob(f"{_prefix()}-*"):
-            if other != here:
-                shutil.rmtree(other, ignore_errors=True)
-
-
-def _parents(package: Path) -> Iterator[Path]:
-    if folder := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Path(folder)
-    yield package / "__pycache__"
-    yield Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / package.name
-    yield Path(tempfile.gettempdir()) / f"{package.name}-{os.getuid()}"
+    for other in here.parent.glob(f"{_PREFIX}-*") if here.parent == _PACKAGE / "__pycache__" else ():
+        if other != here:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _name(package: Path) -> str:
@@ -115,8 +99,4 @@ def _name(package: Path) -> str:
         if _MARK in source:
             digest.update(f"{path.relative_to(package)} {len(source)}\n".encode())
             digest.update(source)
-    return f"{_prefix()}-{digest.hexdigest()}"
-
-
-def _prefix() -> str:
-    return f"numba-{sys.implementation.cache_tag}"
+    return f"{_PREFIX}-{digest.hexdigest()}"

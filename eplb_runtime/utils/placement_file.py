@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import MIB, FileError, require_readable, write_file
+from .files import MIB, FileError, require_readable
 
 FILE_FORMAT = "eplb-runtime-placement"
 FILE_VERSION = 1
@@ -29,12 +29,18 @@ def to_json(fields: Mapping[str, Any]) -> str:
     return json.dumps({"format": FILE_FORMAT, "version": FILE_VERSION, **fields, **arrays})
 
 
-def from_json(text: str) -> Any:
+def from_json(text: str | bytes) -> Any:
     """Return what a text holds, unchecked."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # it may be no text
         raise PlacementError(f"not a JSON placement: {error}") from None
+
+
+def read(path: Path) -> Any:
+    """Return what a file holds, unchecked."""
+    require_readable(path, MOST_BYTES)
+    return from_json(path.read_bytes())
 
 
 def checked(fields: Any) -> Mapping[str, Any]:
@@ -50,25 +56,8 @@ def checked(fields: Any) -> Mapping[str, Any]:
         if name in ARRAYS and not (_holds_integers(fields[name]) or (name == "home" and fields[name] is None)):
             raise PlacementError(f"{name} must hold integers, [layers, slots] or [layers, experts] of them")
     if fields["version"] != FILE_VERSION:
-        said = f"version {fields['version']} of the placement format"
-        raise PlacementError(f"{said}; this release reads {FILE_VERSION}")
+        raise PlacementError(f"version {fields['version']} of the placement format; this release reads {FILE_VERSION}")
     return fields
-
-
-def write(path: Path, text: str) -> None:
-    """Write a ``.json`` file; see :func:`utils.files.replacing`."""
-    if path.suffix not in ENDINGS:
-        raise PlacementError(f"{path}: a placement is written as .json")
-    write_file(path, text)
-
-
-def read(path: Path) -> str:
-    """Return the text of a file."""
-    require_readable(path, MOST_BYTES)
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise PlacementError("not a text file; a placement is .json") from None
 
 
 def _holds_integers(values: Any) -> bool:

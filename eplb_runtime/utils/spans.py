@@ -23,11 +23,7 @@ def phase(
     # The first is of profilers of all threads, the second of those that C++ has started for this one.
     if not profiler._is_profiler_enabled and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING
-    return torch.profiler.record_function(phase_name(name, direction, layer, epoch))
-
-
-def phase_name(name: str, direction: str = "", layer: int | None = None, epoch: int | None = None) -> str:
-    """What the span is called."""
     of_layer = "" if layer is None else f" layer={layer}"
     of_epoch = "" if epoch is None else f" epoch={epoch}"
-    return f"{PREFIX}{name}{f'({direction})' if direction else ''}{of_layer}{of_epoch}"
+    kind = f"({direction})" if direction else ""
+    return torch.profiler.record_function(f"{PREFIX}{name}{kind}{of_layer}{of_epoch}")

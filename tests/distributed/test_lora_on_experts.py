@@ -114,7 +114,7 @@ def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any
 
 
 def used(rank: int, folder: Path) -> dict[str, Any]:
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
 
     found: dict[str, Any] = {}
     runs = {}
@@ -127,9 +127,7 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
     run = Run(rank, static(job(layers=2, model=partial(with_lora, target_parameters=[])))).attach()
     with heard() as warned:
         run.model.save_pretrained(folder / f"attention {rank}")
-        saved = len(warned)
-        run.model.state_dict()
-    found["warned"] = [["state_dict()" in line for line in lines] for lines in (warned[:saved], warned[saved:])]
+    found["warned"] = list(warned)
     run.balancer.close()
     model = runs["moved"].model.eval()
     logical = eplb.logical_state_dict(model)
@@ -173,8 +171,6 @@ def used(rank: int, folder: Path) -> dict[str, Any]:
         said(lambda: model.delete_adapter("default")),
         said(lambda: model.load_adapter(folder / "moved", "default", low_cpu_mem_usage=True)),
     ]
-    model.add_adapter("attention", LoraConfig(r=2, target_modules=["k_proj"]))
-    model.delete_adapter("attention")
     found["after refusals"] = loss(model), adapted
     for run in runs.values():
         run.balancer.close()
@@ -195,7 +191,7 @@ def test_peft_saves_loads_and_disables_them(tmp_path: Path) -> None:
     close = {"abs": 1e-6}
     for found in run_ranks(RANKS, used, tmp_path):
         assert found["gathered everywhere"] == []
-        assert found["warned"] == [[], [True]], "by its state dict, and not by a save"
+        assert found["warned"] == [], "experts are frozen"
         assert found["moved"] and found["merged after moves"] == [] and found["loaded"] == []
         disabled, base, adapted = found["disabled"]
         assert disabled == pytest.approx(base, **close) and abs(adapted - base) > 1e-3

@@ -123,7 +123,7 @@ def masters_instead(model: nn.Module) -> torch.optim.Optimizer:
 
 AT_ATTACH: dict[Callable[[nn.Module], Any], str] = {
     wrap: "model.layers.1.mlp.experts has a Wrapper around the experts",
-    parametrize: "the weights of model.layers.0.mlp.experts are parametrized",
+    parametrize: "has parametrizations.",
     quantise: "model.layers.0.mlp.experts.down_proj is a Tensor of torch.float8_e4m3fn: quantised",
     divide: "is a DTensor of all experts: call eplb_runtime.shard_experts(model) first",
     masters_instead: "with float32 masters in its state, not in the place of parameters",

@@ -150,10 +150,10 @@ def setting(part: str, name: str, value: Any) -> Mistake:
 
 
 MISTAKES: list[tuple[str, Row, Mistake]] = [
-    ("replica_slots=1 with tensor_parallel_degree=2", PLAIN, copies_beside_tensor_parallelism),
+    ("tensor_parallel_degree=2: copies of experts are not", PLAIN, copies_beside_tensor_parallelism),
     ("initial_placement", PLAIN, partial(with_settings, initial_placement="other.json")),
     ("every rank has all experts", PLAIN, setting("parallelism", "expert_parallel_degree", 1)),
-    ("set parallelism.spmd_backend=", PLAIN, setting("parallelism", "spmd_backend", NOT_TRIED)),
+    ("set parallelism.spmd_backend=", Row("qwen3", 2, {"spmd_backend": NOT_TRIED}), lambda config: None),
     ("leave 'model' out of compile.components", PLAIN, compiled),
     ("moe_comm_backend", PLAIN, partial(another_dispatcher, "AllToAllTokenDispatcher")),
     ("override did not replace", PLAIN, lambda config: config.override.imports.clear()),

@@ -21,12 +21,10 @@ from support.job import Job, Run, alone, of_next_tokens
 from support.moe_models import batch_of, make_model
 from support.ranks import run_ranks
 from support.seen import differing, digests, said_by
-from support.shuffle import plan_by, plan_shuffle
 from test_trainer import Moving, trainer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from transformers import Trainer, TrainerCallback
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.consensus import gather_rows
@@ -299,35 +297,20 @@ def test_what_the_library_saves_is_in_logical_order(row: Row, other: Row, root: 
 
 
 def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any]:
-    """Padded texts, accumulated, evaluated and saved every two steps; resumed in the middle; the library's Trainer."""
+    """Padded texts, accumulated, evaluated and saved every two steps; resumed in the middle."""
 
     def train_by(kind: type[Any], name: str, *, resume: str | None = None, **settings: Any) -> Any:
-        saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-        options = saving if kind is not Attaching else {"eval_strategy": "steps", "eval_steps": 2}
-        trainer = trainer_of(kind, out / name, {"lag": 0, "interval": 1, **settings}, load(folder, row), **options)
+        options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        settings = {"lag": 0, "interval": 1, **settings}
+        trainer = trainer_of(kind, out / name, settings, load(folder, row), save_only_model=True, **options)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
-
-    class Attaching(Trainer):
-        """The library's, and a callback that attaches."""
-
-        def __init__(self, *, balancer_config: Any, **options: Any) -> None:
-            super().__init__(**options)
-            job = self
-
-            class Attaches(TrainerCallback):
-                def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
-                    job.balancer = eplb.attach(model, optimizer, config=balancer_config)
-                    plan_by(job.balancer, plan_shuffle)
-
-            self.add_callback(Attaches())
 
     with patch.object(ParallelismConfig, "_validate_accelerator"):  # it knows no tensor parallelism on CPUs
         jobs = {
             "still": train_by(BalancedTrainer, "still", policy="static"),
             "moving": train_by(Moving, "moving"),
             "resumed": train_by(Moving, "moving", resume=str(out / "moving" / "checkpoint-4")),
-            "the library's": train_by(Attaching, "plain"),
         }
     seen = {}
     for name, job in jobs.items():

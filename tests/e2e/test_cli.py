@@ -163,4 +163,6 @@ def test_names_and_places_are_looked_at_before_a_load_is_read(
 def test_more_slots_a_rank_than_experts(policy: str, load_file: Path, refused: Callable[..., str]) -> None:
     cluster = ["--ranks", "2", "--ranks-per-node", "2", "--slots-per-rank", "1000000"]
     assert "give at most 8" in refused("plan", load_file, *cluster, "--policy", policy)
-    assert "give at most 8" in refused("simulate", load_file, *cluster, "--every", "2", "--policies", policy)
+    assert "give 4 to 8 slots per rank" in refused(
+        "simulate", load_file, *cluster, "--every", "2", "--policies", policy
+    )

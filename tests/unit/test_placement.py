@@ -101,8 +101,7 @@ def test_a_job_starts_in_logical_order_with_empty_replica_slots(
 @pytest.mark.parametrize("ranks", [3, 0, -1])
 def test_ranks_that_do_not_divide_the_experts_are_refused(ranks: int) -> None:
     said = refusal(lambda: Placement.initial(1, 8, ranks))
-    assert f"8 experts cannot be spread evenly over {ranks} ranks: go on with" in said
-    assert ("with 2 of them or with 4 (" in said) == (ranks == 3)
+    assert said == f"8 experts cannot be spread evenly over {ranks} ranks: EP sizes are 1, 2, 4, 8"
 
 
 # -- derived maps ----------------------------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ def test_what_is_saved_is_what_is_loaded(placement: Placement) -> None:
     [
         ({"format": "something else"}, "not a placement file"),
         ({"version": 2}, "version 2 of the placement format; this release reads 1"),
-        ({"layers": 3}, "the file says 3 layers and 3 slots per rank, its map has 2 and 3"),
+        ({"layers": 3}, "the file says 3 layers and 3 slots per rank, its map has 2 layers and 3"),
         ({"experts": 5}, "expert 4 is in no slot"),
         ({"experts": 7}, "7 experts do not fit in 6 slots"),
         ({"ranks": 4}, "6 slots cannot be spread evenly over 4 ranks"),

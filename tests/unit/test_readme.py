@@ -15,7 +15,7 @@ from benchmarks.harness import table
 from benchmarks.planner import suite
 
 from eplb_runtime.balancer.status import DecisionLine
-from eplb_runtime.cli.program import _parser, main
+from eplb_runtime.cli import _parser, main
 from eplb_runtime.events import RebalanceCommitted, RebalancePlanned
 from eplb_runtime.tools.bench.planner import PlanShape, measure
 

@@ -315,7 +315,7 @@ class Averaging:
     def _average(self, gradients: Sequence[Tensor]) -> None:
         for bucket in _buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            if self._in_rank_order:
+            if self._in_rank_order and self._group.size() > 2:  # a + b is b + a
                 flat = sum_in_rank_order(flat, self._group)
             else:
                 dist.all_reduce(flat, group=self._group)
@@ -328,18 +328,18 @@ def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks of a group, each element added in the order of the ranks. An all-reduce adds in an
     order that depends on an element's place: an expert's gradient would depend on its slot. Here each rank sums one
     part."""
-    ranks = group.size()
-    if ranks <= 2:  # a + b is b + a
-        dist.all_reduce(flat_N, group=group)
-        return flat_N
-    part = -(-flat_N.numel() // ranks)
-    padded = torch.nn.functional.pad(flat_N, (0, part * ranks - flat_N.numel()))
-    shards_RN = torch.empty_like(padded)
-    dist.all_to_all_single(shards_RN, padded, group=group)
-    first, *others = shards_RN.view(ranks, part)
+    padded = torch.nn.functional.pad(flat_N, (0, -flat_N.numel() % group.size()))
+    return gather_rows(part_of_sum(padded, group), group).view(-1)[: flat_N.numel()]
+
+
+def part_of_sum(padded_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum over the ranks of a group, each element added in the order of the ranks."""
+    shards_N = torch.empty_like(padded_N)
+    dist.all_to_all_single(shards_N, padded_N, group=group)
+    first, *others = shards_N.view(group.size(), -1)
     for other in others:
         first.add_(other)
-    return gather_rows(first, group).view(-1)[: flat_N.numel()]
+    return first
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:

@@ -149,7 +149,6 @@ class HostModel:
         dispatches: whether the framework carries and computes tokens itself (``compute`` of its layers is None), and
             holds no replicas; also said of a stage without an MoE layer.
         problems: what of the job's settings and of a config cannot be balanced, given the optimizers: a line each.
-        adapters: names in the model of expert parameters that are adapters, where the framework saves adapters alone.
         weights: lists the tensors of the attached model as the framework's checkpoints name them, given the model and
             the number of its first MoE layer. Collective where weights are still on their way. None: under the model's
             own names.
@@ -167,7 +166,6 @@ class HostModel:
     dispatches: bool = False
     dense_is_equal: bool = True  # whether parameters outside the experts are whole, and equal on all ranks
     problems: Callable[[Sequence[Any], BalancerConfig], list[str]] = lambda optimizers, config: []
-    adapters: frozenset[str] = frozenset()
     weights: Callable[[nn.Module, int], Sequence[Weight]] | None = None
     notes: tuple[str, ...] = ()  # lines that say what makes bits depend on where experts are
 

@@ -118,7 +118,8 @@ def mark_state(
 ) -> None:
     """Let the state of an experts module say which logical experts its rows are, by a tensor next to the weights, which
     goes wherever they go. ``of_part`` is called with numbers of experts, here and in all, when a state dict takes this
-    rank's rows, and not live parameters. None: the host has made the experts of this rank as tensors of their own."""
+    rank's rows of trained experts, and not live parameters. None: the host has made the experts of this rank as tensors
+    of their own."""
     made_with, instead = ([], OURS) if of_part else (_Homes.now(balancer, layer).here, BY_THE_FRAMEWORK)
 
     def own(state: Mapping[str, Any], prefix: str) -> list[Any]:
@@ -136,7 +137,8 @@ def mark_state(
                 state[prefix + MARK] = torch.tensor(now.here)
         elif not now.alone and rows_of(tensors) == {len(now.here)}:
             state[prefix + MARK] = now.mark(next(experts.parameters()).device)
-            if not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            trained = any(parameter.requires_grad for parameter in experts.parameters())
+            if trained and not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
                 of_part(len(now.here), len(now.order))
 
     def fits(now: _Homes, tensors: list[Any], mark: Tensor | None, metadata: Mapping[str, Any]) -> bool:

@@ -28,10 +28,10 @@ from ..attaching.description import (
     sums_of_gradients,
     sums_of_results,
 )
-from .layer import QUANTIZE_AGAIN, install, keeps_every_bit, mark_work, watch
+from .layer import QUANTIZE_AGAIN, install, mark_work, watch
 from .optimizers import adapt, options_of
 from .saved_state import weights
-from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of
+from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of, sums_in_order
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -52,17 +52,15 @@ def describe(model: nn.Module) -> HostModel:
             f"the experts' gradients are in buffers of Megatron's DistributedDataParallel, and the model given is a "
             f"{type(model).__name__} inside it: attach the DistributedDataParallel that get_model gives"
         )
+    # With tensor parallelism ranks hold parts; with overlap_param_gather parts come late, in the next forward.
+    in_parts = parallel_state.is_initialized() and parallel_state.get_tensor_model_parallel_world_size() > 1
+    in_parts = in_parts or getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False)
     return HostModel(
         layers,
         ranks=_ranks(model, found, wrapped),
         optimizer=partial(adapt, wrapped),
         dispatches=True,
-        # With tensor parallelism ranks hold parts; with overlap_param_gather parts come late, in the next forward.
-        dense_is_equal=not layers
-        or (
-            parallel_state.get_tensor_model_parallel_world_size() == 1
-            and not getattr(getattr(model, "ddp_config", None), "overlap_param_gather", False)
-        ),
+        dense_is_equal=not (layers and in_parts),
         problems=partial(_problems, model, wrapped),
         weights=partial(weights, layers),
         notes=_notes(found),
@@ -186,13 +184,11 @@ def _of_config(config: BalancerConfig, wrapped: bool) -> Iterator[str]:
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     """Return lines that say which sums, of results or of gradients, depend on where experts are."""
-    inexact = [(name, module.config) for name, module in layers if not keeps_every_bit(module)]
-    of_results = [
-        sums_of_results(
-            f"{name} and {len(inexact) - 1} other layers: {config.moe_token_dispatcher_type}", config.moe_router_topk
-        )
-        for name, config in inexact[:1]
-    ]
+    of_results: list[str] = []
+    inexact = [(name, module.config) for name, module in layers if not sums_in_order(module.config)]
+    for name, config in inexact[:1]:
+        dispatcher = f"{name} and {len(inexact) - 1} other layers: {config.moe_token_dispatcher_type}"
+        of_results = [sums_of_results(dispatcher, config.moe_router_topk)]
     holders = dist.get_world_size(parallel_state.get_expert_data_parallel_group()) if layers else 0
     return (*of_results, *sums_of_gradients(holders))
 

@@ -17,15 +17,10 @@ from ...load.clock import ExpertClock
 from ...moe.layer import HostDispatchedLayer
 from ..attaching.expert_spans import ExpertCall, call_begins, call_ends
 from .saved_state import save_by_logical_expert
-from .settings import reorders, sums_in_order
+from .settings import reorders
 
 QUANTIZE_AGAIN = "is_first_microbatch"
 """The mark of a layer whose weights are to be quantized again."""
-
-
-def keeps_every_bit(module: Any) -> bool:
-    """Whether the layer gives the same bits wherever experts stand: a token's results are added in logical order."""
-    return sums_in_order(module.config)
 
 
 def install(module: Any, columns: HostDispatchedLayer) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ def options_of(optimizer: Any) -> dict[str, Any]:
     """Fields of Megatron's OptimizerConfig, with the name of what really steps; empty for an optimizer of torch's."""
     if not isinstance(optimizer, MegatronOptimizer):
         return {}
-    leaves = list(_leaves(optimizer))
+    leaves = _leaves(optimizer)
     config = getattr(leaves[0], "config", None) if leaves else None  # layer-wise float32 has torch's own in its chain
     options = dict(vars(config)) if config is not None else {}
     for leaf in leaves:
@@ -162,9 +164,9 @@ class StepByMegatron:
         square_of_experts: Square,
         has_moved: Callable[[], bool],
         experts_here: Callable[[Tensor], list[int]],
-    ) -> Joined:
+    ) -> Any:
         optimizer = self._optimizer
-        step, leaves = optimizer.step, list(_leaves(optimizer))
+        step, leaves = optimizer.step, _leaves(optimizer)
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
             before()
@@ -172,18 +174,24 @@ class StepByMegatron:
             after()
             return result
 
-        joined = Joined(has_moved)
+        undo = ExitStack()
+
+        def put(thing: Any, name: str, method: Callable[..., Any], for_state: bool = False) -> None:
+            """Replace a method until the end. Once experts have moved, what guards state stays."""
+            setattr(thing, name, method)
+            undo.callback(lambda: None if for_state and has_moved() else vars(thing).pop(name, None))
+
         optimizer.step = stepped  # for good: its steps are counted
         others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
         layer_wise = _layer_wise(optimizer)
         for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none
-            joined.put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
+            put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
             if one is not optimizer:  # Megatron-LM chains it with a distributed optimizer of what is no matrix
-                joined.put(optimizer, "get_grad_norm", lambda: _root(optimizer.chained_optimizers))
+                put(optimizer, "get_grad_norm", lambda: _root(optimizer.chained_optimizers))
         if not layer_wise:
             square = lambda: float(square_of_experts(self._gradient_of))  # noqa: E731
-            joined.put(optimizer, "get_grad_norm", lambda: _root(others, square()))
-        put_for_state = partial(joined.put, for_state=True)
+            put(optimizer, "get_grad_norm", lambda: _root(others, square()))
+        put_for_state = partial(put, for_state=True)
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, put_for_state)
@@ -195,7 +203,7 @@ class StepByMegatron:
                 }
                 here = lambda held=held: {layer: experts_here(one) for layer, one in held.items()}  # noqa: E731
                 say_experts(leaf, here, put_for_state)
-        return joined
+        return SimpleNamespace(remove=undo.close)
 
     def _norm_of_all(self, own_norm: Callable[[], float], square_of_experts: Square) -> float:
         """The gradient norm, with Megatron's own of all that is no expert; one optimizer steps both."""
@@ -224,46 +232,25 @@ class StepByMegatron:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
 
 
-class Joined:
-    """What replaces methods, until it is removed. Once experts have moved, what guards state stays."""
-
-    def __init__(self, has_moved: Callable[[], bool]) -> None:
-        self._has_moved = has_moved
-        self._put: list[tuple[Any, str, bool]] = []
-
-    def put(self, thing: Any, name: str, method: Callable[..., Any], for_state: bool = False) -> None:
-        setattr(thing, name, method)
-        self._put.append((thing, name, for_state))
-
-    def remove(self) -> None:
-        for thing, name, for_state in self._put:
-            if not (for_state and self._has_moved()):
-                vars(thing).pop(name, None)
-        self._put.clear()
-
-
 def _root(optimizers: Sequence[Any], square: float = 0.0) -> float:
     """Return the norm of optimizers that have each a norm of their own, with another square."""
     return math.sqrt(square + sum(float(one.get_grad_norm() or 0.0) ** 2 for one in optimizers))
 
 
-def _chains(optimizer: Any) -> Iterator[ChainedOptimizer]:
-    if isinstance(optimizer, ChainedOptimizer):
-        yield optimizer
-        for one in optimizer.chained_optimizers:
-            yield from _chains(one)
+def _all(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer and all that it chains."""
+    yield optimizer
+    for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else ():
+        yield from _all(one)
 
 
 def _layer_wise(optimizer: Any) -> list[ChainedOptimizer]:
-    return [one for one in _chains(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
+    return [one for one in _all(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
 
 
-def _leaves(optimizer: Any) -> Iterator[Any]:
-    if isinstance(optimizer, ChainedOptimizer):
-        for one in optimizer.chained_optimizers:
-            yield from _leaves(one)
-    elif not getattr(optimizer, "is_stub_optimizer", False):
-        yield optimizer
+def _leaves(optimizer: Any) -> list[Any]:
+    every = (one for one in _all(optimizer) if not isinstance(one, ChainedOptimizer))
+    return [one for one in every if not getattr(one, "is_stub_optimizer", False)]
 
 
 def _is_for_experts(leaf: Any) -> bool:
@@ -337,9 +324,6 @@ def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
     )
 
 
-# -- divided over ranks ------------------------------------------------------------------------------------------------
-
-
 def ranks_of(leaf: Any) -> tuple[int, ...]:
     """The ranks that a distributed optimizer divides over, in their order."""
     return tuple(dist.get_process_group_ranks(leaf.data_parallel_group))
@@ -368,9 +352,6 @@ def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
     return tuple(found)
 
 
-# -- in host memory ----------------------------------------------------------------------------------------------------
-
-
 def is_offloaded(optimizer: Any) -> bool:
     return isinstance(optimizer, HybridDeviceOptimizer)
 
@@ -389,9 +370,6 @@ def _offloaded(leaf: Any, parameter: Tensor) -> tuple[dict[str, Tensor], dict[st
         name = MAIN
         by_place.pop(inner.data_ptr(), None)
     return dict(sorted(state.items())), {name: tuple(by_place.values())} if by_place else {}
-
-
-# -- in dtypes of its own ----------------------------------------------------------------------------------------------
 
 
 def is_precision_aware(leaf: Any) -> bool:

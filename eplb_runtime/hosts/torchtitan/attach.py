@@ -30,14 +30,7 @@ from ..attaching.checks import describe_together, device_of
 from ..attaching.description import NOT_RUN, AttachError, Described, HostModel, ShardingMark, mark_spread, stages_of
 from ..attaching.state_hooks import keep_logical_order
 from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
-from .settings import (
-    BACKENDS,
-    STANDARD,
-    TitanSettings,
-    backend_of,
-    notes,
-    refusals,
-)
+from .settings import BACKENDS, STANDARD, TitanSettings, backend_of, notes, refusals
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -51,7 +44,7 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
     """Let a training that torchtitan makes of this config balance its routed experts.
 
     It adds an override to ``config.override.imports``, one more call after the model's own
-    ``post_optimizer_build_fn``, one after its ``pipelining_fn``, and one before its ``parallelize_fn``. The balancer is
+    ``post_optimizer_build_fn``, and one after its ``pipelining_fn``. The balancer is
     ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
 
     Args:
@@ -59,35 +52,27 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
         balancer_config: settings; the same on every rank.
 
     Raises:
-        AttachError: it has no model, or is balanced already. What else cannot be used is refused when the Trainer is
-            built, by the same error, on every rank.
+        AttachError: it has no model, is balanced already, or has an ``spmd_backend`` with which torchtitan would fail
+            itself. What else cannot be used is refused when the Trainer is built, by the same error, on every rank.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
     path = f"{balanced_experts.__module__}.{balanced_experts.__name__}"
     if path in config.override.imports:
         raise AttachError("this config is balanced already: call balance() once")
-    config.override.imports = [*config.override.imports, path]
-    spec = config.model_spec
-    spec.post_optimizer_build_fn = partial(
-        _build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig(), trainer_config=config
-    )
-    spec.parallelize_fn = partial(_parallelize, spec.parallelize_fn)
-    if spec.pipelining_fn is not None:
-        spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
-
-
-def _parallelize(
-    own: Callable[..., nn.Module], model: nn.Module, *, parallel_dims: ParallelDims, **options: Any
-) -> nn.Module:
-    """Refuse an `spmd_backend` with which torchtitan would fail itself, long before `_build`."""
-    backend = parallel_dims.spmd_backend
+    backend = config.parallelism.spmd_backend
     if backend not in BACKENDS or torch.__version__ < BACKENDS[backend]:
         known = " or ".join(f"'{name}' (torch {needed} or newer)" for name, needed in BACKENDS.items())
         raise AttachError(
             f"spmd_backend='{backend}' with torch {torch.__version__}: set parallelism.spmd_backend={known}"
         )
-    return own(model, parallel_dims=parallel_dims, **options)
+    config.override.imports = [*config.override.imports, path]
+    spec = config.model_spec
+    spec.post_optimizer_build_fn = partial(
+        _build, spec.post_optimizer_build_fn, balancer_config or BalancerConfig(), trainer_config=config
+    )
+    if spec.pipelining_fn is not None:
+        spec.pipelining_fn = partial(build_pipeline, spec.pipelining_fn)
 
 
 def _build(
@@ -104,8 +89,13 @@ def _build(
         own(optimizers, model_parts, parallel_dims)
 
     def job(balancer_config: BalancerConfig) -> Described:
-        settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config)
-        _refuse(settings, balancer_config)
+        slots = balancer_config.replica_slots
+        settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config, slots)
+        refused = [str(one) for one in refusals(settings)]
+        if balancer_config.initial_placement is not None:
+            refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
+        if refused:
+            raise AttachError("; also, ".join(refused))
         if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
             logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
@@ -116,9 +106,7 @@ def _build(
         stages = stages_of(numbers, model_parts, [_host(part, ep_ranks, settings) for part in model_parts])
         return Described(stages, optimizers.optimizers, balancer_config, ranks, device_of(stages, None), optimizers)
 
-    balancer = attach_stages(described := describe_together("attach", job, config))
-    for stage in described.stages:
-        keep_logical_order(stage.model, stage.host.layers, balancer, same_tensors=True)
+    balancer = attach_stages(describe_together("attach", job, config))
     if parallel_dims.pp_enabled:
         _accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)
@@ -133,30 +121,20 @@ def _host(part: nn.Module, ep_ranks: tuple[int, ...], settings: TitanSettings) -
     # Batches are packed: every token is real.
     return HostModel(
         tuple(layers),
+        save_together=partial(keep_logical_order, part, layers, same_tensors=True),
         saves_itself="torchtitan's own checkpointer (config.checkpoint)",
         dispatches=backend != STANDARD,
         notes=tuple(notes(settings)),
     )
 
 
-def _refuse(settings: TitanSettings, config: BalancerConfig) -> None:
-    """Raises AttachError for all that would go another way than the balancer knows; ranks have the same settings."""
-    refused = [str(one) for one in refusals(settings)]
-    if config.replica_slots:
-        refused += [f"replica_slots={config.replica_slots} with {one}" for one in refusals(settings, True)]
-    if config.initial_placement is not None:
-        refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
-    if refused:
-        raise AttachError("; also, ".join(refused))
-
-
 def _live_settings(
-    optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: ParallelDims, trainer_config: Any
+    optimizers: Any, model_parts: Sequence[nn.Module], dims: ParallelDims, trainer_config: Any, replica_slots: int
 ) -> TitanSettings:
     blocks = [block for part in model_parts for block in part.modules()]
     # Of the whole model, also where this rank's stages have none.
     traversed = trainer_config.model_spec.model.traverse(LocalTokenDispatcher.Config)
-    dispatchers, dims = [one for _, one, _, _ in traversed], parallel_dims
+    dispatchers = [one for _, one, _, _ in traversed]
     return TitanSettings(
         top_k=dispatchers[0].top_k if dispatchers else 0,
         expert_parallel_degree=dims.ep,
@@ -168,6 +146,7 @@ def _live_settings(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiled=any(one._compiled_call_impl is not None and any(True for _ in routed_experts(one)) for one in blocks),
         optimizers=tuple(sorted({type(optimizer).__name__ for optimizer in optimizers.optimizers})),
+        replica_slots=replica_slots,
     )
 
 
@@ -190,11 +169,11 @@ def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
         parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool, *rest: Any
     ) -> Tensor:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = [getattr(parameter, _BALANCER) for parameter in given if hasattr(parameter, _BALANCER)]
-        if not found:
+        found = next((getattr(parameter, _BALANCER) for parameter in given if hasattr(parameter, _BALANCER)), None)
+        if found is None:
             return own(given, max_norm, norm_type, error_if_nonfinite, *rest)
-        (of_model, count), *others = found
-        if others or len(given) != count or norm_type != 2.0:
+        of_model, count = found
+        if len(given) != count or norm_type != 2.0:
             raise RuntimeError(
                 "a balanced model is clipped by the 2-norm over all of its parameters, and nothing else: "
                 f"norm_type={norm_type}, {len(given)} parameters for {count}"
@@ -206,9 +185,6 @@ def _clip_experts(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
 
     setattr(clip, _BALANCER, True)
     titan._clip_grad_norm_with_ep = clip
-
-
-# -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
 _SCHEDULE = "_eplb_runtime_schedule"
@@ -228,12 +204,9 @@ def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) 
 
 def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
     """Return the pipeline stage of each part of a model."""
-    number_of = {
-        id(stage.submod): stage.stage_index
-        for schedule in [_schedule_of(model_parts)]
-        for stage in pipelining.stages_of(schedule)
-        if all(hasattr(stage, method) for method in _SHAPE_METHODS)
-    }
+    stages = pipelining.stages_of(_schedule_of(model_parts))
+    known = (stage for stage in stages if all(hasattr(stage, method) for method in _SHAPE_METHODS))
+    number_of = {id(stage.submod): stage.stage_index for stage in known}
     if not all(id(part) in number_of for part in model_parts):
         raise AttachError(
             f"the stages of torch {torch.__version__} learn shapes in a way that eplb_runtime does not know, and would "

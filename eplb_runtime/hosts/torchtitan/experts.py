@@ -8,9 +8,8 @@ given slots in the place of logical experts: it takes id ``i`` to be on rank ``i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,7 @@ def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
             "override.imports must have eplb_runtime.hosts.torchtitan.experts.balanced_experts (one given on the "
             "command line replaces the whole list), and nothing else may override RoutedExperts"
         )
-    experts = routed.inner_experts
+    experts, kind = routed.inner_experts, type(routed.token_dispatcher)
     names = tuple(own for own, _ in experts.named_parameters())
 
     def compute(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
@@ -105,40 +104,19 @@ def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
     def install(layer: ExpertParallelLayer | HostDispatchedLayer) -> None:
         routed._layer = layer
 
+    def live_weights() -> Sequence[Tensor]:
+        """While the block computes, FSDP keeps DTensors on the mesh ``ep`` there: the experts of this EP rank."""
+        weights = [getattr(experts, name) for name in names]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights]
+
+    what = (f"{name}.inner_experts", experts, experts.num_experts, names)
     if backend != STANDARD:
-        if why := why_not_renamed(name, routed, backend):
-            raise AttachError(why)
-        return MoELayer(f"{name}.inner_experts", experts, experts.num_experts, names, None, install)
+        if kind.__name__ != OWN_BACKENDS[backend] or kind.__module__ != MADE_IN:
+            raise AttachError(
+                f"{name} has a {kind.__module__}.{kind.__name__}, and the model's config says {backend}: leave "
+                f"token_dispatcher as moe_comm_backend='{backend}' makes it"
+            )
+        return MoELayer(*what, None, install)
     # Of quantised products (MXFP8): the rows of an expert are filled up to so many.
     alignment = getattr(routed.token_dispatcher, "pad_multiple", 1)
-    return MoELayer(
-        f"{name}.inner_experts",
-        experts,
-        experts.num_experts,
-        names,
-        compute,
-        install,
-        _live_parameters(experts, names),
-        alignment=alignment,
-    )
-
-
-def _live_parameters(experts: nn.Module, names: Sequence[str]) -> Callable[[], Sequence[Tensor]]:
-    """While the block computes, FSDP keeps DTensors on the mesh ``ep`` in the module: the experts of this EP rank."""
-
-    def now() -> Sequence[Tensor]:
-        live_weights = [getattr(experts, name) for name in names]
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in live_weights]
-
-    return now
-
-
-def why_not_renamed(name: str, routed: Any, backend: str) -> str:
-    """Return why a layer cannot be given slots, or ""."""
-    kind = type(routed.token_dispatcher)
-    if kind.__name__ != OWN_BACKENDS[backend] or kind.__module__ != MADE_IN:
-        return (
-            f"{name} has a {kind.__module__}.{kind.__name__}, and the model's config says {backend}: leave "
-            f"token_dispatcher as moe_comm_backend='{backend}' makes it"
-        )
-    return ""
+    return MoELayer(*what, compute, install, live_weights, alignment=alignment)

@@ -30,6 +30,7 @@ class TitanSettings:
     deterministic: bool = False  # of debug: DeepEP receives tokens in a fixed order
     compiled: bool = False  # blocks with experts
     optimizers: tuple[str, ...] = ("AdamW",)
+    replica_slots: int = 0  # of the balancer's own settings
 
 
 def backend_of(dispatchers: Iterable[Any]) -> str:
@@ -53,9 +54,9 @@ def notes(job: TitanSettings) -> Iterator[str]:
     yield from sums_of_gradients(max(job.expert_data_parallel_size // replicated, replicated))
 
 
-def refusals(job: TitanSettings, with_replicas: bool = False) -> Iterator[Refusal]:
-    """Yield what cannot be balanced, or what is refused for replica slots alone."""
-    for setting, why, instead in (_for_replicas if with_replicas else _refused)(job):
+def refusals(job: TitanSettings) -> Iterator[Refusal]:
+    """Yield what cannot be balanced."""
+    for setting, why, instead in _refused(job):
         yield Refusal(setting, getattr(job, setting), why, instead)
 
 
@@ -74,12 +75,9 @@ def _refused(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
     if any("muon" in name.lower() for name in job.optimizers):
         why = "it multiplies a rank's experts as one batch on a GPU, and no test shows an update's bits at other places"
         yield "optimizers", why, "use AdamW"
-
-
-def _for_replicas(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
-    if job.moe_comm_backend in OWN_BACKENDS:
+    if job.replica_slots and backend in OWN_BACKENDS:
         instead = "set replica_slots=0, or choose the model with moe_comm_backend='standard'"
         yield "moe_comm_backend", "its dispatcher knows one place for an expert", instead
     for degree in ("pipeline_parallel_degree", "tensor_parallel_degree"):
-        if getattr(job, degree) > 1:
+        if job.replica_slots and getattr(job, degree) > 1:
             yield degree, "copies of experts are not there for it yet", "set replica_slots=0"

@@ -8,7 +8,7 @@ in one pair of matrices: ``lora_A [E*r, in]`` and ``lora_B [out, r*E]``. Here th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,22 @@ MERGE = (
 )
 
 
+DELETE = (
+    "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was not "
+    "attached"
+)
+BY_EXPERT: Mapping[str, Callable[[int, Tensor], Tensor]] = {
+    "lora_A": lambda experts, matrix: matrix.view(experts, -1, matrix.shape[1]),
+    "lora_B": lambda experts, matrix: matrix.view(matrix.shape[0], -1, experts).permute(2, 0, 1),
+}
+"""PEFT's ``[E*r, in]`` as ``[E, r, in]``, and its ``[out, r*E]`` as ``[E, out, r]``: views."""
+OF_PEFT: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "lora_A": lambda stack: stack.flatten(0, 1),
+    "lora_B": lambda stack: stack.permute(1, 2, 0).flatten(1),
+}
+"""The way back."""
+
+
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """LoRA on one matrix: PEFT's wrapper, its path within the outermost one, and the adapter's name."""
@@ -38,94 +54,58 @@ class LowRank:
     adapter: str
 
     @property
-    def matrix(self) -> str:
-        """What it adapts: a parameter of the experts module."""
-        return str(self.wrapper.parameter_name)
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Of its two tensors, within the outermost wrapper."""
-        return f"{self.path}lora_A.{self.adapter}.weight", f"{self.path}lora_B.{self.adapter}.weight"
-
-    @property
-    def linears(self) -> tuple[nn.Module, nn.Module]:
-        """The modules that hold them."""
-        return self.wrapper.lora_A[self.adapter], self.wrapper.lora_B[self.adapter]
-
-    @property
-    def is_on(self) -> bool:
-        """Return whether it is added to the matrix now."""
-        return not self.wrapper.disable_adapters and self.adapter in self.wrapper.active_adapters
+    def tensors(self) -> dict[str, tuple[str, Any]]:
+        """``lora_A`` and ``lora_B`` with their modules, by the names of the tensors within the outermost wrapper."""
+        own, name = self.wrapper, self.adapter
+        return {f"{self.path}{kind}.{name}.weight": (kind, getattr(own, kind)[name]) for kind in BY_EXPERT}
 
 
 @dataclass(frozen=True, eq=False)
 class AdaptedExperts:
-    """An experts module with LoRA around it: the module, its path within the outermost wrapper, and LoRA of each
-    matrix, the innermost first, as PEFT adds them."""
+    """An experts module and LoRA around it: the module, its path within the outermost wrapper, and LoRA of each matrix,
+    the innermost first, as PEFT adds them; none: it is not adapted."""
 
     experts: nn.Module
     path: str
     low_rank: tuple[LowRank, ...]
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the adapters' tensors within the outermost wrapper: each pair, in the order of ``low_rank``."""
-        return tuple(name for one in self.low_rank for name in one.names)
-
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """How PEFT's tensors are seen as ``[E, ...]``."""
+        """How PEFT's tensors are seen as ``[E, ...]``: each pair, in the order of ``low_rank``."""
         experts: Any = self.experts.num_experts
-        ways = [partial(way, experts) for way in (a_by_expert, b_by_expert)]
-        return dict(zip(self.parameters, ways * len(self.low_rank), strict=True))
+        kinds = {name: kind for one in self.low_rank for name, (kind, _) in one.tensors.items()}
+        return {name: partial(BY_EXPERT[kind], experts) for name, kind in kinds.items()}
 
 
-def a_by_expert(experts: int, matrix: Tensor) -> Tensor:
-    """``[E*r, in] -> [E, r, in]``, a view."""
-    return matrix.view(experts, -1, matrix.shape[1])
+def follows_experts_interface(experts: nn.Module) -> bool:
+    """Return whether the library's ``use_experts_implementation`` decorator made this module's class."""
+    return all(hasattr(experts, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
 
 
-def b_by_expert(experts: int, matrix: Tensor) -> Tensor:
-    """``[out, r*E] -> [E, out, r]``, a view."""
-    return matrix.view(matrix.shape[0], -1, experts).permute(2, 0, 1)
-
-
-def a_of_peft(stack: Tensor) -> Tensor:
-    """``[E, r, in] -> [E*r, in]``."""
-    return stack.reshape(-1, stack.shape[2])
-
-
-def b_of_peft(stack: Tensor) -> Tensor:
-    """``[E, out, r] -> [out, r*E]``."""
-    return stack.permute(1, 2, 0).reshape(stack.shape[1], -1)
-
-
-# -- finding them ------------------------------------------------------------------------------------------------------
-
-
-def adapted_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool]) -> Iterator[tuple[str, AdaptedExperts]]:
-    """Yield name and adapters of every wrapped experts module; AttachError: they have no form by expert."""
-    seen: set[int] = set()
+def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, AdaptedExperts]]:
+    """Yield name, outermost wrapper (or the module itself) and adapters of every experts module, in model order;
+    AttachError: adapters have no form by expert."""
+    seen, saver = set[int](), peft_model(model)
     for name, outer in model.named_modules():
         wrappers, experts, path = [], outer, ""
         while isinstance(inner := getattr(experts, "base_layer", None), nn.Module):
             wrappers.append((path, experts))
             experts, path = inner, f"{path}base_layer."
-        if not wrappers or id(experts) in seen or not is_experts(experts):
+        if id(experts) in seen or not follows_experts_interface(experts):
             continue
         seen.add(id(experts))  # the wrappers inside come later
-        if spread_of(experts) is not None:
+        if wrappers and spread_of(experts) is not None:
             raise AttachError(
                 f"{name} ({type(outer).__name__}) was put around experts that shard_experts had cut: get_peft_model "
                 "first, then shard_experts"
             )
         low_rank = tuple(_low_rank(name, at, wrapper, experts) for at, wrapper in reversed(wrappers))
-        saver = peft_model(model)
-        if saver is None or not name.startswith(saver[0]):
+        if wrappers and (saver is None or not name.startswith(saver[0])):
             raise AttachError(
                 f"{name} is adapted and no PeftModel is around it, which would save the adapters: make them with "
                 "get_peft_model and attach what it gives"
             )
-        yield name, AdaptedExperts(experts, path, low_rank)
+        yield name, outer, AdaptedExperts(experts, path, low_rank)
 
 
 def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
@@ -153,63 +133,44 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
             "delete_adapter the others, or merge them first"
         )
     (adapter,) = wrapper.lora_A
-    if wrapper.merged:
-        raise AttachError(f"{where} is merged into the experts: unmerge_adapter() before attach")
-    odd = {
-        "DoRA or another variant": bool(wrapper.lora_variant) or bool(wrapper.use_dora.get(adapter)),
-        "dropout": not isinstance(wrapper.lora_dropout[adapter], nn.Identity),
-        "a bias": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
-    }
-    if wrong := [what for what, is_so in odd.items() if is_so]:
-        raise AttachError(f"{where} has {' and '.join(wrong)}, which this release cannot split by expert: leave it out")
-    one = LowRank(wrapper, path, adapter)
-    matrix = getattr(experts, one.matrix)
-    if matrix.ndim != 3:
-        raise AttachError(
-            f"{where} of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: "
-            "target the experts' matrices alone"
-        )
-    if any(isinstance(linear.weight, DTensor) for linear in one.linears):
-        raise AttachError(f"{where} is sliced by fully_shard: leave experts with adapters out of it (ignored_params)")
+    one, matrix = LowRank(wrapper, path, adapter), getattr(experts, wrapper.parameter_name)
+    is_variant = bool(wrapper.lora_variant) or bool(wrapper.use_dora.get(adapter))
+    left_out = ", which this release cannot split by expert: leave it out"
+    for problem, is_so in {
+        "is merged into the experts: unmerge_adapter() before attach": wrapper.merged,
+        f"has DoRA or another variant{left_out}": is_variant,
+        f"has dropout{left_out}": not isinstance(wrapper.lora_dropout[adapter], nn.Identity),
+        f"has a bias{left_out}": getattr(wrapper.lora_B[adapter], "bias", None) is not None,
+        f"of shape {tuple(matrix.shape)} is one pair of matrices for all experts, which cannot be split: target the "
+        "experts' matrices alone": matrix.ndim != 3,
+        "is sliced by fully_shard: leave experts with adapters out of it (ignored_params)": any(
+            isinstance(linear.weight, DTensor) for _, linear in one.tensors.values()
+        ),
+    }.items():
+        if is_so:
+            raise AttachError(f"{where} {problem}")
     return one
-
-
-# -- what PEFT may do with them ----------------------------------------------------------------------------------------
 
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     """Let PEFT save and load adapters of experts that are spread; refuse what would be wrong without a word."""
-    of_peft: dict[str, Callable[[Tensor], Tensor]] = {}
+    kinds: dict[str, str] = {}
     for layer, adapted in layers:
-        views = adapted.by_expert()
         late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
         for one in adapted.low_rank:
             object.__setattr__(one.wrapper, "update_layer", refusing(late))
-            for name, linear, back in zip(one.names, one.linears, (a_of_peft, b_of_peft), strict=True):
+            for name, (kind, linear) in one.tensors.items():
                 full = f"{layer.name}.{name}"
-                of_peft[full] = back
-                linear._register_load_state_dict_pre_hook(partial(_take_own, model, full, views[name]))
-    on_experts = {one.adapter for _, adapted in layers for one in adapted.low_rank}
+                kinds[full] = kind
+                linear._register_load_state_dict_pre_hook(partial(_take_own, model, full, kind))
     for module in model.modules():
         if hasattr(type(module), "_unload_and_optionally_merge"):
-            for name in ("_unload_and_optionally_merge", "merge_adapter"):
-                object.__setattr__(module, name, refusing(MERGE))
-            object.__setattr__(module, "delete_adapter", partial(_delete, module.delete_adapter, on_experts))
-    _save_together(model, of_peft)
+            for name in ("_unload_and_optionally_merge", "merge_adapter", "delete_adapter"):
+                object.__setattr__(module, name, refusing(DELETE if name == "delete_adapter" else MERGE))
+    _save_together(model, kinds)
 
 
-def _delete(own: Any, on_experts: Collection[str], adapter_name: str) -> None:
-    if adapter_name in on_experts:
-        raise AttachError(
-            "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was "
-            "not attached"
-        )
-    own(adapter_name)
-
-
-def _take_own(
-    model: nn.Module, name: str, by_expert: Callable[[Tensor], Tensor], state: dict[str, Any], prefix: str, *_: Any
-) -> None:
+def _take_own(model: nn.Module, name: str, kind: str, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take this rank's experts of an adapter's tensor where it is loaded in PEFT's layout."""
     view, whole = LogicalView(model), state.get(f"{prefix}weight")
     index = view.layer_of(name)
@@ -217,15 +178,15 @@ def _take_own(
         return
     if whole.numel() == view.num_experts * view.parameters[name][0].numel():  # else torch says that shapes differ
         here = torch.tensor(view.experts_here(index), device=whole.device)
-        state[f"{prefix}weight"] = by_expert(whole)[here].contiguous()
+        state[f"{prefix}weight"] = BY_EXPERT[kind](view.num_experts, whole)[here].contiguous()
 
 
-def _save_together(model: nn.Module, of_peft: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
     found = peft_model(model)
     assert found is not None
     prefix, saver = found
-    load: Any = saver.load_adapter
     own: Any = saver.save_pretrained
+    load: Any = saver.load_adapter
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
         """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
@@ -235,13 +196,14 @@ def _save_together(model: nn.Module, of_peft: Mapping[str, Callable[[Tensor], Te
         view = LogicalView(model)
         view.refuse_freed("save_pretrained of an attached model", merged_too=False)
         joint = JointAccess.of(view)
-        state = detached_state(saver.state_dict)
+        live = saver.state_dict(keep_vars=True)
+        state = {key: value.detach() if isinstance(value, Tensor) else value for key, value in live.items()}
         assert view.balancer is not None
         failed = f"{save_directory} was not written"
-        weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in of_peft]
+        weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in kinds]
         tensors = TensorList(view.balancer, {view.balancer.runtime.job.stages[0]: weights}, live=True)
         for name, stack in brought(tensors, joint, failed):
-            state[name.removeprefix(prefix)] = of_peft[name](stack)
+            state[name.removeprefix(prefix)] = OF_PEFT[kinds[name]](stack)
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
         joint.on_first(failed, write)
 
@@ -259,15 +221,7 @@ def _save_together(model: nn.Module, of_peft: Mapping[str, Callable[[Tensor], Te
     object.__setattr__(saver, "load_adapter", load_adapter)
 
 
-def detached_state(state_dict: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """What ``state_dict`` gives, read as live memory: it is no checkpoint of the user's, and there is no warning that
-    it is in part."""
-    state = state_dict(keep_vars=True)
-    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
 def is_saved_with_adapters(model: nn.Module) -> bool:
     """Return whether ``save_pretrained`` of this model writes adapters and nothing else."""
-    if isinstance(model, PreTrainedModel):
-        return bool(getattr(model, "_hf_peft_config_loaded", False))
-    return hasattr(model, "peft_config")
+    is_plain = isinstance(model, PreTrainedModel)
+    return bool(getattr(model, "_hf_peft_config_loaded", False)) if is_plain else hasattr(model, "peft_config")

@@ -8,8 +8,7 @@ experts, one row for each choice of a token, and adds up a token's choices in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from ...balancer.balancer import Balancer
+from ...balancer.gradients.reduction import part_of_sum
 from ...distributed.ranks import Ranks
 from ...moe.experts.slices import local
 from ...moe.layer import HostDispatchedLayer
@@ -40,7 +39,6 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.layer: HostDispatchedLayer | None = None
-        self.real_tokens: RealTokens = lambda tokens: None
         experts.__dict__[_OF] = self
 
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
@@ -69,8 +67,8 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         mine_T = places_T == self.tp_mesh.get_local_rank()
         return mine_T if real_T is None else mine_T & real_T.to(mine_T.device)
 
-    def install(self, layer: HostDispatchedLayer) -> None:
-        self.layer = layer
+    def install(self, real_tokens: RealTokens, layer: HostDispatchedLayer) -> None:
+        self.layer, self.real_tokens = layer, real_tokens
         if isinstance(self.experts, FSDPModule):
             self.experts.set_custom_reduce_scatter(InRankOrder())  # type: ignore[arg-type]
 
@@ -88,29 +86,22 @@ class InRankOrder:
     ) -> None:
         if op != dist.ReduceOp.SUM:  # with a divisor the library asks for sums
             raise RuntimeError(f"gradients of experts are reduced by {op}, not by a sum: leave FSDP's divisors alone")
-        rows = torch.empty_like(input_tensor)
-        dist.all_to_all_single(rows, input_tensor, group=group)
-        first, *others = rows.view(group.size(), -1)
-        output_tensor.copy_(first)
-        for row in others:
-            output_tensor.add_(row)
+        output_tensor.copy_(part_of_sum(input_tensor, group))
 
 
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     """Return the MoE layers of a model whose experts the library has spread, and the ranks of its meshes."""
     named = dict(model.named_modules())
     configs = (getattr(getattr(module, "config", None), "distributed_config", None) for module in named.values())
-    given = vars(next(config for config in configs if config is not None))
+    given = vars(next(filter(None, configs)))
     if refused := [str(one) for one in refusals(given)]:
         raise AttachError("; also, ".join(refused))
     spread = {name: module for name, module in named.items() if getattr(module, "_is_expert_parallel", False)}
-    for name, module in named.items():
-        inner = getattr(module, "base_layer", None)
-        if isinstance(inner, nn.Module) and any(one in spread.values() for one in inner.modules()):
-            raise AttachError(
-                f"{name} ({type(module).__name__}) adapts experts that the library has spread, which PEFT cannot "
-                "compute with: target other modules, or load the model without ep_size"
-            )
+    if outer := next((name.removesuffix(".base_layer") for name in spread if name.endswith(".base_layer")), ""):
+        raise AttachError(
+            f"{outer} adapts experts that the library has spread, which PEFT cannot compute with: target other "
+            "modules, or load the model without ep_size"
+        )
     described = [_describe_layer(name, module, padding.real_tokens) for name, module in spread.items()]
     layers, ranks = [layer for layer, _ in described], {of_layer for _, of_layer in described}
     if len(ranks) > 1:
@@ -118,8 +109,8 @@ def describe_spread(model: nn.Module, padding: Any) -> HostModel:
     return HostModel(
         tuple(layers),
         padding.real_tokens,
-        lambda: padding.watch(model, padding.see),
-        save_together=lambda balancer: _follow(model, layers, balancer),
+        padding.watch,
+        save_together=partial(keep_logical_order, model, layers),
         saves_itself="Transformers (save_pretrained, its Trainer, torch.distributed.checkpoint)",
         ranks=ranks.pop(),
         dispatches=True,
@@ -140,30 +131,8 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
         raise AttachError(
             f"{name}.{odd[0]}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
         )
-    found.real_tokens = real_tokens
     mark_spread(experts, ShardingMark(of_rank, "", ranks))
-    layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, found.install)
+    layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, partial(found.install, real_tokens))
     shards = of_rank // local(next(iter(parameters.values()))).shape[0]
     # The library divides an expert's gradient by the number of batches itself.
     return layer, Ranks(ep=ranks, gradient_divisor=1, divided_rows=shards)
-
-
-def _follow(model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer) -> None:
-    """Let what the library saves, loads and clips have experts in logical order."""
-    keep_logical_order(model, layers, balancer)
-    with suppress(ImportError):
-        from transformers import trainer  # also for one that is imported after attach
-
-        own = getattr(trainer.Trainer, "_mixed_mesh_grad_norm", None)
-        if own is None or hasattr(trainer.Trainer, _OF):
-            return
-
-        @wraps(own)
-        def by_logical_expert(self: Any, model: nn.Module, max_norm: float) -> Tensor:
-            """The norm of a balanced model: the library's is over what each rank holds, in the order of the rows."""
-            of_model = model.__dict__.get("_eplb_runtime_balancer")
-            norm: Tensor = own(self, model, max_norm) if of_model is None else of_model.clip_grad_norm_(max_norm)
-            return norm
-
-        trainer.Trainer._mixed_mesh_grad_norm = by_logical_expert  # type: ignore[method-assign]
-        setattr(trainer.Trainer, _OF, True)

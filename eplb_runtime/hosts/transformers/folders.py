@@ -26,7 +26,6 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from ...checkpoint.disk import TensorFiles, remove_own, tensors_in, write_tensors
 from ...checkpoint.state import CheckpointError, Entry, JointAccess, LogicalView, Saved, Stored, TensorSpec, why_merged
 from ...checkpoint.stream import TensorList, Weight, brought, weights_of
-from ...distributed.ranks import Job
 from ...utils.files import write_file
 from .adapters import is_saved_with_adapters
 
@@ -42,9 +41,6 @@ _NOT_HERE = {
 }
 
 
-# -- which tensor becomes what -----------------------------------------------------------------------------------------
-
-
 def weights(model: nn.Module, first_layer: int) -> list[Weight]:
     """Tensors as ``save_pretrained`` of the whole model would write them; of another module under its own names."""
     view = LogicalView(model)
@@ -58,9 +54,11 @@ def _folder_weights(view: LogicalView, as_in_model: bool = False) -> list[Weight
     model is refused, and one of which the tensors would not make the folder that the whole model makes."""
     if getattr(view.model, "hf_quantizer", None) is not None:
         raise CheckpointError("the model is quantised: load it with dequantize=True to export it")
-    entries, convert = _saved_entries(view), partial(_by_library, view.model, as_in_model)
-    described = {name: view.spec_of(entry) for name, entry in entries.items()}
-    whole = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in described.items()}
+    # The library's own way back from the model's names to the folder's.
+    convert: Convert = dict if as_in_model else partial(revert_weight_conversion, view.model)  # type: ignore[arg-type]
+    entries = _saved_entries(view)
+    specs = {name: view.spec_of(entry) for name, entry in entries.items()}
+    whole = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
     by_library = convert(dict(whole))
     made = _specs(by_library)
     name_of = {id(tensor): name for name, tensor in whole.items()}
@@ -81,8 +79,8 @@ def _folder_weights(view: LogicalView, as_in_model: bool = False) -> list[Weight
         by = _cut_by(name, whole[name], alone, experts, convert, tried) or convert
         found.append(Weight({name: entry.tensor}, entry.layer, alone, by))
     if joined:
-        specs = _specs(convert({name: whole[name] for name in joined}))
-        found.append(Weight(joined, entries[next(iter(joined))].layer, specs, convert))
+        made_of = _specs(convert({name: whole[name] for name in joined}))
+        found.append(Weight(joined, entries[next(iter(joined))].layer, made_of, convert))
     together = {key: spec for weight in found for key, spec in weight.made.items()}
     if together != made or sum(len(weight.made) for weight in found) != len(made):
         odd = sorted(set(made) ^ set(together)) or sorted(made)
@@ -103,11 +101,6 @@ def _saved_entries(view: LogicalView) -> dict[str, Entry]:
         view.model,  # type: ignore[arg-type]
     )
     return {name: entries[name] for name in kept}
-
-
-def _by_library(model: nn.Module, as_in_model: bool, state: State) -> State:
-    """The library's own way back from the model's names to the folder's."""
-    return state if as_in_model else revert_weight_conversion(model, state)  # type: ignore[arg-type]
 
 
 def _specs(state: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
@@ -155,14 +148,8 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
     return ""
 
 
-# -- folders of `checkpoint.save`, that the library reads too ----------------------------------------------------------
-
-
 def names(view: LogicalView) -> dict[str, Stored]:
-    """How the library's folders store tensors of the model, by name: those that it renames or cuts into parts.
-
-    Experts that its folders store stacked are left out, and what it changes otherwise.
-    """
+    """How the library's folders store the tensors that it renames or cuts, by name; not experts that stay stacked."""
     if not isinstance(view.model, PreTrainedModel):
         return {}
     try:
@@ -170,7 +157,7 @@ def names(view: LogicalView) -> dict[str, Stored]:
     except CheckpointError:
         return {}
     found = {name: weight.by for weight in listed for name in weight.sources if isinstance(weight.by, Stored)}
-    return {name: how for name, how in found.items() if not how.experts or all("*" in part for part in how.names)}
+    return {name: how for name, how in found.items() if not how.experts or "*" in how.names[0]}
 
 
 def describe(view: LogicalView, folder: Path) -> None:
@@ -183,9 +170,6 @@ def describe(view: LogicalView, folder: Path) -> None:
         write_file(folder / "config.json", config.to_json_string())
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def write(view: LogicalView, folder: Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would. Collective; all comes to the first rank, which holds a
@@ -195,23 +179,7 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
     balancer = view.balancer
     assert balancer is not None
-    _refuse(view, balancer.runtime.job)
-    size = options.pop("max_shard_size", "5GB")
-    shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
-    listed = _folder_weights(view, as_in_model=not options.pop("save_original_format", True))
-    tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: listed}, live=True)
-    joint, failed = JointAccess.of(view), f"{folder} was not exported"
-    token = joint.new_token()
-    parts = (("model", name, value.cpu()) for name, value in brought(tensors, joint, failed))
-    try:
-        files = joint.together(failed, lambda: write_tensors(folder, joint.number, token, parts, shard_bytes))
-        joint.on_first(failed, lambda: _finish(view, tensors, files, folder, options))
-    except BaseException:
-        remove_own(folder, joint.number, token)
-        raise
-
-
-def _refuse(view: LogicalView, job: Job) -> None:
+    job = balancer.runtime.job
     if not hasattr(view.model, "save_pretrained"):
         raise CheckpointError(f"{type(view.model).__name__} has no save_pretrained: use checkpoint.save")
     if is_saved_with_adapters(view.model):
@@ -220,15 +188,22 @@ def _refuse(view: LogicalView, job: Job) -> None:
         )
     if len(job.stage_sets) > 1 or len(job.stages) > 1:
         raise CheckpointError("a pipeline stage is no whole model: use checkpoint.save")
+    size = options.pop("max_shard_size", "5GB")
+    shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
+    listed = _folder_weights(view, as_in_model=not options.pop("save_original_format", True))
+    tensors = TensorList(balancer, {job.stages[0]: listed}, live=True)
+    joint, failed = JointAccess.of(view), f"{folder} was not exported"
+    token, nbytes = joint.new_token(), sum(piece.spec.nbytes for piece in tensors.pieces)
+    parts = (("model", name, value.cpu()) for name, value in brought(tensors, joint, failed))
+    try:
+        files = joint.together(failed, lambda: write_tensors(folder, joint.number, token, parts, shard_bytes))
+        joint.on_first(failed, lambda: _finish(view, nbytes, files, folder, options))
+    except BaseException:
+        remove_own(folder, joint.number, token)
+        raise
 
 
-def _finish(
-    view: LogicalView,
-    tensors: TensorList,
-    files: Mapping[str, Sequence[str]],
-    folder: Path,
-    options: Mapping[str, Any],
-) -> None:
+def _finish(view: LogicalView, nbytes: int, files: Mapping[str, Sequence[str]], folder: Path, options: Any) -> None:
     """Give whole files the library's names, and write the rest of the folder; in between nothing loads."""
     for name in (_INDEX, _ONE_FILE):
         (folder / name).unlink(missing_ok=True)
@@ -239,18 +214,9 @@ def _finish(
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else _ONE_FILE
         (folder / file).rename(folder / final)
         file_of |= dict.fromkeys(keys, final)
-    if len(files) == 1:
-        return
-    numels = {id(entry.tensor): torch.Size(view.spec_of(entry).shape).numel() for entry in view.entries("model")}
-    metadata = {
-        "total_parameters": sum(numels[key] for key in {id(one) for one in view.parameters.values()} & numels.keys()),
-        "total_size": sum(piece.spec.nbytes for piece in tensors.pieces),
-    }
-    index = {"metadata": metadata, "weight_map": file_of}
-    write_file(folder / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
+    if len(files) > 1:
+        index = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
+        write_file(folder / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def opened(view: LogicalView, folder: Path) -> Saved:
@@ -258,40 +224,33 @@ def opened(view: LogicalView, folder: Path) -> Saved:
     if not isinstance(view.model, PreTrainedModel):
         raise CheckpointError(f"{type(view.model).__name__} has no folders of the library: use checkpoint.load")
     files = tensors_in(folder, _files(folder), "model")
-    listed = {name: weight.by for weight in _folder_weights(view) for name in weight.sources}
+    listed: dict[str, Stored] = {}
+    for weight in _folder_weights(view):
+        by = weight.by
+        if not isinstance(by, Stored):
+            raise CheckpointError(
+                f"{folder}: the library does more to {next(iter(weight.sources))} than rename and cut it: load the "
+                "model with from_pretrained before attach"
+            )
+        # Experts under numbers, or stacked in one tensor.
+        listed |= dict.fromkeys(weight.sources, by if not by.experts or "*" in by.names[0] else Stored(by.names))
     by_tensor: dict[int, list[Entry]] = {}  # tied tensors have several names, of which a folder has one
     for entry in view.entries("model"):
         by_tensor.setdefault(id(entry.tensor), []).append(entry)
     layout: dict[str, Stored] = {}
-    missing: list[str] = []
     for entries in by_tensor.values():
-        ways = [_as_stored(entry.name, listed.get(entry.name), folder) for entry in entries]
-        ways += [Stored((entry.name,)) for entry in entries]
+        names = [entry.name for entry in entries]
+        ways = [*(listed[name] for name in names if name in listed), *(Stored((name,)) for name in names)]
         how = next((way for way in ways if {("model", name) for name in way.names_of()} <= files.keys()), None)
         if how is None:
-            missing.append(entries[0].name)
-        elif how.experts and any(("model", name) in files for name in how.names_of(how.experts)):
-            raise CheckpointError(f"{folder} has more than {how.experts} experts in {entries[0].name}")
-        else:
-            layout |= dict.fromkeys((entry.key for entry in entries), how)
-    if missing:
-        raise CheckpointError(f"{folder} lacks {min(missing)} ({len(missing)} such weights)")
+            continue  # `restore.fitted` names it
+        if how.experts and any(("model", name) in files for name in how.names_of(how.experts)):
+            raise CheckpointError(f"{folder} has more than {how.experts} experts in {names[0]}")
+        layout |= dict.fromkeys((entry.key for entry in entries), how)
     saved = TensorFiles(str(folder), files, layout)
     if quantised := next((key for key, spec in saved.tensors.items() if spec.dtype.itemsize == 1), ""):
         raise CheckpointError(f"{folder}: {quantised} is quantised: load the model with from_pretrained before attach")
     return saved
-
-
-def _as_stored(name: str, by: Any, folder: Path) -> Stored:
-    """How a folder has a tensor, experts under numbers, or stacked in one tensor."""
-    if isinstance(by, Stored):
-        return by if not by.experts or all("*" in part for part in by.names) else Stored(by.names)
-    if by is not None:
-        raise CheckpointError(
-            f"{folder}: the library does more to {name} than rename and cut it: load the model with from_pretrained "
-            "before attach"
-        )
-    return Stored((name,))
 
 
 def _files(folder: Path) -> list[str]:

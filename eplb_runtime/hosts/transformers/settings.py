@@ -28,11 +28,9 @@ def refusals(given: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield what cannot be balanced, why, and what to write."""
     if "distributed_type" in given:
         for name in ("distributed_type", "parallelism_config"):
-            value = given.get(name)
+            value, why = given.get(name), "Accelerate would spread the model, and not by expert"
             if value in _WRAPPERS if name == "distributed_type" else value:
-                yield Refusal(
-                    name, value, "Accelerate would spread the model, and not by expert", f"leave it out; {LOAD}"
-                )
+                yield Refusal(name, value, why, f"leave it out; {LOAD}")
         return
     if _size(given, "ep_size") == 1:
         why = "every rank has all experts, which attach would spread itself"

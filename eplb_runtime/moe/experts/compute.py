@@ -61,9 +61,7 @@ class SlotCounts:
 
 
 class Compute(Protocol):
-    """The host's way to run rows through slots. One that gives router weights their gradient without keeping its
-    results has a method ``weighing`` with a fourth argument, ``weights_M``: the same results, whose backward is given
-    unweighted gradients and is that of `weigh_gradients`."""
+    """The host's way to run rows through slots."""
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor:
         """Rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots -> ``[M, D]``. Router weights
@@ -89,10 +87,6 @@ def run_rows(
     compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
 ) -> Tensor:
     """``compute``, or without rows a stand-in that keeps the graph whole."""
-    weighing = None if weights_M is None else getattr(compute, "weighing", None)
-    if weighing is not None and rows_MD.shape[0]:
-        weighed: Tensor = weighing(rows_MD, counts_S, parameters, weights_M)
-        return weighed
     out_MD = compute(rows_MD, counts_S, parameters) if rows_MD.shape[0] else _Idle.apply(rows_MD, *parameters)
     return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
 

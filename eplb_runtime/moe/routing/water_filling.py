@@ -174,7 +174,7 @@ def split_totals(
     return quota_LEC
 
 
-@jit(error_model="numpy")
+@jit
 def sweep_copies(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs) -> None:
     """Give each replicated expert in turn its best split while the others stand still; in place.
 
@@ -227,7 +227,7 @@ def sweep_copies(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs) 
                 load_R[rank] += share
 
 
-@jit(error_model="numpy")
+@jit
 def go_on(ranks_NC: Ints, count_N: Ints, share_NC: Longs, before_NC: Longs, load_R: Longs) -> None:
     """Take each expert's split farther the way it came from ``before_NC``; in place, ``before_NC`` too. Every copy but
     the first goes on by so many eighths, the first takes up the difference; an expert for which that would need less
@@ -252,7 +252,7 @@ def go_on(ranks_NC: Ints, count_N: Ints, share_NC: Longs, before_NC: Longs, load
             share_NC[index, 0] = first
 
 
-@jit(error_model="numpy")
+@jit
 def is_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, slack: int) -> bool:
     """Return whether no split can lower the busiest rank by more than ``slack`` units. The certificate: the load of the
     ranks within ``slack`` of the busiest, less what could leave them, spread evenly over them, is a lower bound."""
@@ -278,7 +278,7 @@ def is_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, sl
     return locked >= enough
 
 
-@jit(error_model="numpy")
+@jit
 def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, sweeps: int) -> None:
     """Do Gauss-Seidel sweeps from the split in ``share_NC`` and ``load_R``, in place, until the busiest rank is within
     2 ** -10 of the mean or of the certificate's bound."""
@@ -296,7 +296,7 @@ def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: 
         sweep_copies(ranks_NC, count_N, share_NC, load_R)
 
 
-@jit(error_model="numpy")
+@jit
 def even_shares(totals_E: Longs, order_N: Ints, count_N: Ints, bits: int, share_NC: Longs) -> None:
     """Give each copy of a replicated expert the same, in units of 2 ** -bits, the first few copies one unit more."""
     for index in range(order_N.size):
@@ -308,7 +308,7 @@ def even_shares(totals_E: Longs, order_N: Ints, count_N: Ints, bits: int, share_
                 share_NC[index, copy] = each + (1 if copy < more else 0)
 
 
-@jit(error_model="numpy")
+@jit
 def round_shares(share_NC: Longs, count_N: Ints, bits: int) -> None:
     """Whole tokens from shares in fixed point that sum to a whole, in place: largest remainder, ties to the earlier."""
     mask = (1 << bits) - 1
@@ -326,7 +326,7 @@ def round_shares(share_NC: Longs, count_N: Ints, bits: int) -> None:
             share_NC[index, copy] >>= bits
 
 
-@jit(error_model="numpy")
+@jit
 def fill_loads(base_R: Longs, ranks_NC: Ints, count_N: Ints, share_NC: Longs, bits: int, load_R: Longs) -> int:
     """Fill ``load_R`` with the ranks' loads, of ``base_R`` tokens and these shares; returns the highest."""
     for rank in range(load_R.size):
@@ -337,7 +337,7 @@ def fill_loads(base_R: Longs, ranks_NC: Ints, count_N: Ints, share_NC: Longs, bi
     return int(load_R.max())
 
 
-@jit(error_model="numpy")
+@jit
 def _split_layers(totals_LE: Longs, arrays: tuple[Ints, ...], sweeps: int, virtual_LR: Longs) -> Longs:
     """Split over ranks that count ``virtual_LR`` tokens on top of their own; ``arrays``: of `SplitTables`. Without
     sweeps each copy has the same, the first copies one more."""
@@ -374,7 +374,7 @@ def _split_layers(totals_LE: Longs, arrays: tuple[Ints, ...], sweeps: int, virtu
     return quota_LEC
 
 
-@jit(error_model="numpy")
+@jit
 def _share_out(
     counts_RE: Longs, copy_slot_EC: Ints, quota_EC: Longs, me: int, ranks_per_node: int, slots_per_rank: int
 ) -> tuple[Longs, Longs, Longs]:

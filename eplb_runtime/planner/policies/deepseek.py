@@ -7,18 +7,13 @@ stable, to any of them there. Nothing is compiled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import EMPTY, Placement
 from ..forecast import deal
-from ..types import PlanError
+from ..types import PlanError, PlanRequest
 from .align import align, resolve
-
-if TYPE_CHECKING:
-    from ..types import PlanRequest
 
 Array = NDArray[np.int32]
 MOST = 1e30

@@ -22,7 +22,7 @@ VALUE, HOMES, REPLICAS, KIND, SLOT, OTHER = range(6)
 other slot of a swap or the expert of a replica."""
 
 
-@jit(error_model="numpy")
+@jit
 def descend(layer: Layer, track_NX: FloatArray) -> int:
     """Take steps until none helps or the track is full.
 
@@ -121,7 +121,7 @@ def after(begin_P: IntArray, track_NX: FloatArray) -> IntArray:
     return slot_P
 
 
-@jit(error_model="numpy")
+@jit
 def _busiest(layer: Layer, is_stuck_R: NDArray[np.bool_]) -> int:
     """The rank that is most above the even load, in the mean square over scenarios; -1: none is."""
     best, most = -1, 0.0
@@ -138,14 +138,14 @@ def _busiest(layer: Layer, is_stuck_R: NDArray[np.bool_]) -> int:
     return best
 
 
-@jit(error_model="numpy")
+@jit
 def _is_sure(gain_W: FloatArray) -> bool:
     """Return whether the mean gain over scenarios is above `SURE` standard errors."""
     mean, variance = gain_W.mean(), gain_W.var()
     return gain_W.size == 1 or (mean >= 0.0 and mean * mean * (gain_W.size - 1) >= SURE * SURE * variance)
 
 
-@jit(error_model="numpy")
+@jit
 def _find_swap(layer: Layer, rank: int) -> tuple[int, int]:
     """Return a home slot of the rank and one of another rank whose exchange lowers the sum of squares most; -1: none.
 
@@ -176,7 +176,7 @@ def _find_swap(layer: Layer, rank: int) -> tuple[int, int]:
     return found, other
 
 
-@jit(error_model="numpy")
+@jit
 def _find_replica(layer: Layer, rank: int) -> tuple[int, int]:
     """Return a replica slot of another rank, and an expert of the rank for it, that lower the sum of squares most; -1:
     none.

@@ -8,19 +8,14 @@ exchanges stay within a node.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...placement import Placement
 from ...utils.jit import jit
-from ..types import PlanError
+from ..types import PlanError, PlanRequest
 from .align import resolve
 from .deepseek import balance as balance_deepseek
-
-if TYPE_CHECKING:
-    from ..types import PlanRequest
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]

@@ -57,7 +57,7 @@ def begun(layer: Layer, load_WE: FloatArray) -> Layer:
     )
 
 
-@jit(error_model="numpy")
+@jit
 def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
     """Put a placement into the layer, with its split; return what it is worth, the mean and in each scenario."""
     ranks, scenarios = layer.load_RW.shape
@@ -93,7 +93,7 @@ def copy_split(token_PW: FloatArray, load_RW: FloatArray, to_token_PW: FloatArra
                 to_XW[row, scenario] = one_XW[row, scenario]
 
 
-@jit(error_model="numpy")
+@jit
 def fill_to_level(layer: Layer, sweeps: int) -> None:
     """Split the tokens of replicated experts so that the busiest rank has less: water-filling, expert by expert, in so
     many passes over all of them. (A call for each of two copies would cost three times the arithmetic.)"""
@@ -116,7 +116,7 @@ def fill_to_level(layer: Layer, sweeps: int) -> None:
                 first_W[scenario], second_W[scenario] = without_first + given, without_second + total - given
 
 
-@jit(error_model="numpy")
+@jit
 def _split_in_many(layer: Layer, expert: Any, total_W: FloatArray, level_W: FloatArray) -> None:
     """Split an expert's tokens; ``total_W`` and ``level_W`` are room for a number of each scenario."""
     slots, scenarios = layer.copies_CE[: layer.count_E[expert], expert], total_W.size
@@ -147,7 +147,7 @@ def _split_in_many(layer: Layer, expert: Any, total_W: FloatArray, level_W: Floa
             layer.load_RW[rank, scenario] += tokens
 
 
-@jit(error_model="numpy")
+@jit
 def judge(layer: Layer, peak_W: FloatArray) -> float:
     """Return what the layer is worth, to be lowered: the mean of ``peak_W``, which is filled with the imbalance in each
     scenario, with what crossing tokens cost."""
@@ -160,7 +160,7 @@ def judge(layer: Layer, peak_W: FloatArray) -> float:
     return float(peak_W.mean())
 
 
-@jit(error_model="numpy")
+@jit
 def _crossing(layer: Layer, scenario: int) -> float:
     """Share of the scenario's tokens that are computed on another node than they come from."""
     nodes = layer.source_EN.shape[1]

@@ -48,7 +48,7 @@ def ring_distances(ranks: int, replicas: int) -> IntArray:
     return np.resize(np.array(distances or [0], dtype=np.int64), replicas)
 
 
-@jit(error_model="numpy")
+@jit
 def deal(layer: Layer, load_E: FloatArray, hottest: int, keep: bool, slack: float, far_EN: FloatArray) -> IntArray:
     """Deal out homes and replicas of the hottest experts, heaviest first, each to the rank with the lightest load.
 
@@ -121,7 +121,7 @@ def deal(layer: Layer, load_E: FloatArray, hottest: int, keep: bool, slack: floa
     return slot_P
 
 
-@jit(error_model="numpy")
+@jit
 def add_rings(load_E: FloatArray, homes: int, per_rank: int, distance_K: IntArray, slot_P: IntArray) -> None:
     """Fill each empty replica slot with the home, of the rank at the slot's distance, that has most load a replica; in
     place."""

@@ -22,6 +22,7 @@ def timed(
     Returns:
         Seconds of a call, float64 ``[repeats, ways]``; with a ``group`` those of its slowest rank.
     """
+    synchronize = torch.get_device_module(device).synchronize
     seconds = torch.zeros(repeats, len(ways), dtype=torch.float64)
     for repeat in range(-1, repeats):
         for index, work in enumerate(ways):
@@ -46,8 +47,3 @@ def slowest(seconds: Tensor | Sequence[float], group: dist.ProcessGroup | None =
 def ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the median of the ratios of timings that were taken one after the other."""
     return median(a / b for a, b in zip(one, other, strict=True))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -44,7 +44,7 @@ def run(loads: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
     """Return ``{"planner": rows}``, rows as `measure` yields them for each of `shapes_for`.
 
     Args:
-        loads: load files; none: the series that comes with the package. FormatError: one cannot be used.
+        loads: load files; none: the series that comes with the package. FileError: one cannot be used.
         repeats: timings of a load's first window; each further window is timed once. The median counts.
     """
     each = ((name, load, shape) for name, load in read_loads(loads or ["sample"]).items() for shape in shapes_for(load))

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...placement import EMPTY, Placement
-from ...utils.files import require_writable, write_file
+from ...utils.files import FileError, require_writable, write_file
 from ...utils.placement_file import ENDINGS, FILE_FORMAT
 from . import loads
-from .reading import Content, FormatError, about, expert_ids, open_content
+from .reading import Content, about, expert_ids, open_content
 
 OWN = "eplb-runtime"
 FORMATS = {OWN: ENDINGS, "sglang": (".json",), "vllm": (".json",), "tensorrt-llm": (".yaml", ".yml")}
@@ -66,35 +66,31 @@ def convert(
             back when written. Required where one of both formats numbers them.
 
     Raises:
-        FormatError, PlacementError: what is wrong with which file.
+        FileError: what is wrong with which file.
         OSError: the destination cannot be written.
     """
     source, destination = loads.resolved_path(source), Path(destination)
     to = to or ("tensorrt-llm" if destination.suffix in FORMATS["tensorrt-llm"] else OWN)
     if to not in FORMATS:
-        raise FormatError(f"unknown format {to!r}; choose one of: {', '.join(FORMATS)}")
+        raise FileError(f"unknown format {to!r}; choose one of: {', '.join(FORMATS)}")
     with about(source):
         content = open_content(source)
         kind, loaded = _map_in(content), None
-        if kind is None:
-            loaded = loads.find_load(content)
-            if loaded is None:
-                raise FormatError(f"neither a placement nor a load: {loads.held_in(content)}")
-            if num_ranks is not None:
-                raise FormatError("it holds a load, which has no ranks: leave --ranks out")
-            if to != OWN:
-                raise FormatError(f"{to} reads no load file: plan, and convert the plan")
-        elif kind != OWN and to == OWN and num_ranks is None:
-            raise FormatError(f"a {kind} map does not say how many ranks it is for: give --ranks R")
+        if kind is None and (loaded := loads.find_load(content)) is None:
+            raise FileError(f"neither a placement nor a load: {loads.held_in(content)}")
+        if loaded is not None and num_ranks is not None:
+            raise FileError("it holds a load, which has no ranks: leave --ranks out")
+        if loaded is not None and to != OWN:
+            raise FileError(f"{to} reads no load file: plan, and convert the plan")
+        if kind not in (None, OWN) and to == OWN and num_ranks is None:
+            raise FileError(f"a {kind} map does not say how many ranks it is for: give --ranks R")
         origin = kind or (loaded[0] if loaded else "")
         numbering = [name for name in (origin, to) if name in NUMBERS_DENSE_LAYERS]
         if numbering and dense_layers is None:
-            raise FormatError(
-                f"{numbering[0]} files number each layer of the model: give --dense-layers N, the number before the "
-                "first MoE layer (0: none)"
-            )
+            asked = "give --dense-layers N, the number before the first MoE layer (0: none)"
+            raise FileError(f"{numbering[0]} files number each layer of the model: {asked}")
         if dense_layers and not numbering:
-            raise FormatError(f"neither {origin} nor {to} files number dense layers: leave --dense-layers out")
+            raise FileError(f"neither {origin} nor {to} files number dense layers: leave --dense-layers out")
         skipped = (dense_layers or 0) if origin in NUMBERS_DENSE_LAYERS else 0
         if loaded is not None:
             load = loads.checked_load(loaded[1].load, skipped)
@@ -115,14 +111,14 @@ def read_placement(path: str | Path, num_ranks: int, dense_layers: int = 0) -> P
         dense_layers: leading rows of an SGLang map that are left out.
 
     Raises:
-        FormatError, PlacementError: the file holds no placement, or one for another number of ranks.
+        FileError: the file holds no placement, or one for another number of ranks.
     """
     path = Path(path)
     with about(path):
         content = open_content(path)
         kind = _map_in(content)
         if kind is None:
-            raise FormatError(f"no placement: {loads.held_in(content)}")
+            raise FileError(f"no placement: {loads.held_in(content)}")
         return _placement_in(content, num_ranks, dense_layers if kind in NUMBERS_DENSE_LAYERS else 0)
 
 
@@ -132,23 +128,21 @@ def write_placement(path: str | Path, placement: Placement, to: str = OWN, dense
     Returns:
         how many empty replica slots were given a copy (0 in our own format, which keeps them empty).
     """
-    path = Path(path)
-    with about(path, reading=False):
-        require_writable(path, FORMATS[to])
-        if to == OWN:
-            placement.save(path)
-            return 0
-        rows = fill_empty_slots(placement).tolist()
-        if to == "sglang":
-            trivial = np.arange(placement.num_slots) % placement.num_experts  # what SGLang gives layers without a plan
-            text = json.dumps({"physical_to_logical_map": [trivial.tolist()] * dense_layers + rows})
-        elif to == "vllm":
-            text = json.dumps(rows)
-        else:
-            lines = [f"  {layer}: {json.dumps(row)}\n" for layer, row in enumerate(rows, start=dense_layers)]
-            head = f"num_slots: {placement.num_slots}\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"
-            text = head + "".join(lines)
-        write_file(path, text)
+    require_writable(path := Path(path), FORMATS[to])
+    if to == OWN:
+        placement.save(path)
+        return 0
+    rows = fill_empty_slots(placement).tolist()
+    if to == "sglang":
+        trivial = np.arange(placement.num_slots) % placement.num_experts  # what SGLang gives layers without a plan
+        text = json.dumps({"physical_to_logical_map": [trivial.tolist()] * dense_layers + rows})
+    elif to == "vllm":
+        text = json.dumps(rows)
+    else:
+        lines = [f"  {layer}: {json.dumps(row)}\n" for layer, row in enumerate(rows, start=dense_layers)]
+        head = f"num_slots: {placement.num_slots}\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"
+        text = head + "".join(lines)
+    write_file(path, text)
     return int((placement.physical_to_logical == EMPTY).sum())
 
 
@@ -181,11 +175,11 @@ def _placement_in(content: Content, num_ranks: int | None, skipped: int) -> Plac
     if _map_in(content) == OWN:
         placement = Placement.from_fields(content.value)
         if num_ranks not in (None, placement.num_ranks):
-            raise FormatError(f"the placement is for {placement.num_ranks} ranks, not {num_ranks}")
+            raise FileError(f"the placement is for {placement.num_ranks} ranks, not {num_ranks}")
         return placement
     held = content.value if isinstance(content.value, list) else content.value["physical_to_logical_map"]
     rows = expert_ids(held, "the map")
     if skipped and skipped >= len(rows):
-        raise FormatError(f"{skipped} dense layers of {len(rows)}: none would be left")
+        raise FileError(f"{skipped} dense layers of {len(rows)}: none would be left")
     rows = rows[skipped:]
     return Placement(rows, int(rows.max(initial=-1)) + 1, num_ranks or 1)

@@ -7,14 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from ...load import checked_load as plain_load
 from ...load.series import NAME, holds_series
 from ...observe.run_state import JobRecord, read_run
-from ...utils.files import replacing, require_writable
+from ...utils.files import FileError, replacing, require_writable
 from . import megatron, slime
-from .reading import Content, FormatError, LoadArray, about, names_in, numbers, open_content
+from .reading import Content, about, names_in, open_content
 
+LoadArray = NDArray[np.float64]
 SAMPLE = "sample"
 ENDINGS = (".npz",)
 """Of load files that are written."""
@@ -50,7 +52,7 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
             model, 3 of DeepSeek-V3's 61 are dense); they are left out.
 
     Raises:
-        FormatError: missing, of another format, or with values that are no token counts.
+        FileError: missing, of another format, or with values that are no token counts.
     """
     path = resolved_path(path)
     with about(path):
@@ -58,7 +60,7 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
         found = find_load(content)
         if found is None:
             mend = "" if content.kind == "directory" else ': store tokens per expert as "load"'
-            raise FormatError(held_in(content) + mend)
+            raise FileError(held_in(content) + mend)
         return replace(found[1], load=checked_load(found[1].load, dense_layers))
 
 
@@ -88,15 +90,13 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
     """Write tokens per logical expert, [L, E] or [T, L, E], as ``.npz``.
 
     Raises:
-        FormatError: another ending, or values that are no token counts.
+        FileError: another ending, or values that are no token counts.
     """
-    path = Path(path)
-    with about(path, reading=False):
-        require_writable(path, ENDINGS)
-        counts = checked_load(load, 0)
-        array = counts.astype(np.int64) if np.array_equal(counts, np.floor(counts)) else counts
-        with replacing(path) as file:
-            np.savez_compressed(file, load=array)
+    require_writable(path := Path(path), ENDINGS)
+    counts = checked_load(load, 0)
+    array = counts.astype(np.int64) if np.array_equal(counts, np.floor(counts)) else counts
+    with replacing(path) as file:
+        np.savez_compressed(file, load=array)
 
 
 def looks_partial(load: LoadArray) -> str:
@@ -121,25 +121,14 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
     """Return token counts as float64 [T, L, E] without the leading dense layers.
 
     Raises:
-        FormatError: values that are no token counts, or another shape.
+        FileError: values that are no token counts, or another shape.
     """
-    load = numbers(values, "load")
-    load = load[None] if load.ndim == 2 else load
-    if load.ndim != 3 or load.size == 0:
-        raise FormatError(
-            f"load has shape {list(load.shape)}; it must be [layers, experts] or [windows, layers, experts]"
-        )
+    load = plain_load(values, "load", FileError)
     if not 0 <= dense_layers < load.shape[1]:
-        raise FormatError(f"{dense_layers} dense layers of {load.shape[1]}: none would be left")
-    load = load[:, dense_layers:]
-    bad = np.argwhere(~((load >= 0) & (load < MOST_TOKENS)))
-    if len(bad):
-        window, layer, expert = bad[0]
-        raise FormatError(
-            f"window {window}, layer {layer + dense_layers}, expert {expert}: {load[window, layer, expert]} is no "
-            "token count; counts are from 0 to 2**53"
-        )
-    return np.ascontiguousarray(load)
+        raise FileError(f"{dense_layers} dense layers of {load.shape[1]}: none would be left")
+    if load.max() >= MOST_TOKENS:
+        raise FileError(f"load goes up to {load.max():.3g}: token counts are from 0 to 2**53")
+    return np.ascontiguousarray(load[:, dense_layers:])
 
 
 # -- readers: the load in a file, unchecked; None: it holds none of the kind --------------------------------------
@@ -159,13 +148,10 @@ def _sglang(content: Content) -> JobRecord | None:
     row is not its oldest. Checked against SGLang's ``srt/eplb/expert_distribution.py``.
     """
     if content.holds("records", "last_physical_to_logical_map"):
-        raise FormatError("it holds single passes: record with --expert-distribution-recorder-mode stat")
+        raise FileError("it holds single passes: record with --expert-distribution-recorder-mode stat")
     if not content.holds("logical_count"):
         return None
-    counts = numbers(content.value["logical_count"], "logical_count")
-    counts = counts[None] if counts.ndim == 2 else counts
-    if counts.ndim != 3:
-        raise FormatError(f"logical_count has shape {list(counts.shape)}; it must be [passes, layers, experts]")
+    counts = plain_load(content.value["logical_count"], "logical_count", FileError)
     filled = counts.any(axis=(1, 2))
     return JobRecord(counts[filled] if filled.any() else counts[:1])
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
 from ...observe.run_state import JobRecord
-from ...utils.files import require_readable
-from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, first_line
+from ...utils.files import FileError, require_readable
+from .reading import MOST_EXPERTS, Content, expert_ids, first_line
 
 NAME = re.compile(r"router_trace_rank\d+\.jsonl")
 STAGE = "pre_dispatch"
@@ -55,10 +55,10 @@ def _traced(files: list[Path]) -> NDArray[np.int64]:
             try:
                 key, ids, of_logits = _read(line)
             except KeyError as error:
-                raise FormatError(f"{file.name}, line {number}: a router trace has {error} in each line") from None
+                raise FileError(f"{file.name}, line {number}: a router trace has {error} in each line") from None
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
                 said = first_line(error)
-                raise FormatError(f"{file.name}, line {number}: no line of a router trace ({said})") from None
+                raise FileError(f"{file.name}, line {number}: no line of a router trace ({said})") from None
             if key is None:
                 continue
             before = counts.get(key, np.zeros(0, np.int64))
@@ -68,7 +68,7 @@ def _traced(files: list[Path]) -> NDArray[np.int64]:
     steps, layers = {step for step, _ in counts}, sorted({layer for _, layer in counts})
     whole = [step for step in sorted(steps) if all((step, layer) in counts for layer in layers)]
     if not whole:
-        raise FormatError("no step of the trace has all its layers: give the files of all ranks, in one directory")
+        raise FileError("no step of the trace has all its layers: give the files of all ranks, in one directory")
     load = np.zeros((len(whole), len(layers), experts), np.int64)
     for window, step in enumerate(whole):
         for row, layer in enumerate(layers):

@@ -1,10 +1,9 @@
-"""Files by their endings, and numbers out of them. Nothing here unpickles objects or runs what a file says."""
+"""Files by their endings, and expert ids out of them. Nothing here unpickles objects or runs what a file says."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...placement import PlacementError
 from ...utils.files import MIB, FileError, require_readable
 from ...utils.text import one_line
-
-LoadArray = NDArray[np.float64]
 
 MOST_EXPERTS = 1 << 16
 """Experts of a layer: larger ids are none of it."""
@@ -29,41 +25,29 @@ MOST_TEXT_BYTES, MOST_BYTES = 128 * MIB, 4096 * MIB
 """Of JSON, whose objects take some twenty times that, and of other files."""
 
 
-class FormatError(FileError):
-    """A file of others that cannot be used, or an argument that does not fit it: one line with the mend."""
-
-
 @contextmanager
-def about(path: Path, reading: bool = True) -> Iterator[None]:
-    """Name this file in each error of the block; of ``OSError`` where it is read."""
+def about(path: Path) -> Iterator[None]:
+    """Name the file that is read in each error of the block."""
     try:
         yield
     except OSError as error:
-        if not reading:
-            raise
-        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except PlacementError as error:
-        raise PlacementError(f"{path}: {error}") from None
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
     except FileError as error:
-        raise FormatError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-
-
-# -- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def numbers(values: Any, name: str) -> LoadArray:
-    """Return nested lists, a numpy array or a torch tensor as float64, of any shape; ``name`` is for refusals."""
-    return _plain_array(values, name, "iuf", "hold numbers").astype(np.float64)
+        raise type(error)(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slots")) -> NDArray[np.integer]:
-    """Return values as whole numbers of any kind, any ids; ``shape`` names the dimensions that they must have."""
-    wanted = f"be [{', '.join(shape)}] of expert ids"
-    array = _plain_array(values, name, "iu", wanted)
-    if array.ndim != len(shape):
-        raise FormatError(f"{name} must {wanted}")
+    """Return nested lists, an array or a tensor as whole numbers of any kind, any ids; ``shape`` names the dimensions
+    that they must have, and ``name`` is for refusals."""
+    wanted = f"must be [{', '.join(shape)}] of expert ids"
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError, TypeError, RuntimeError):
+        raise FileError(f"{name} is ragged, or no plain array; it {wanted}") from None
+    if array.dtype.kind not in "iu" or array.ndim != len(shape):
+        raise FileError(f"{name} {wanted}; it is {list(array.shape)} of {array.dtype}")
     if array.size and array.max() > np.iinfo(np.int64).max:
-        raise FormatError(f"{name} holds {array.max()}, which is no id")
+        raise FileError(f"{name} holds {array.max()}, which is no id")
     return array
 
 
@@ -79,31 +63,6 @@ def first_line(error: BaseException) -> str:
     if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):  # torch's, of a class that it does not make
         return f"it holds a {refused[1]}"
     return re.sub(r"\x1b\[[\d;]*m", "", one_line(error))[:160]
-
-
-def _plain_array(values: Any, name: str, kinds: str, wanted: str) -> NDArray[Any]:
-    """Return values as an array of one of numpy's ``kinds`` of dtype; ``wanted`` ends the sentence of a refusal."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(values, torch.Tensor):
-        try:
-            plain = values.detach().cpu()
-            # numpy lacks bfloat16 and the 8-bit floats
-            values = (plain.to(torch.float64) if plain.is_floating_point() else plain).numpy()
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            raise FormatError(f"{name} is a tensor without plain values ({first_line(error)}): save another") from None
-    elif not isinstance(values, np.ndarray | list | tuple):
-        raise FormatError(f"{name} is a {type(values).__name__}; it must {wanted}")
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError, TypeError):
-        raise FormatError(f"{name} is ragged: every window and layer needs the same number of entries") from None
-    if array.dtype.kind not in kinds:
-        held = "numbers beyond 64 bits" if array.dtype.kind == "O" else array.dtype
-        raise FormatError(f"{name} holds {held}; it must {wanted}")
-    return array
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,34 +96,24 @@ def open_content(path: Path) -> Content:
         raise FileNotFoundError(ENOENT, strerror(ENOENT), str(path))
     if path.suffix not in READERS:
         endings = ", ".join(READERS)
-        raise FormatError(f"cannot tell what kind of file this is by its ending; give {endings}")
-    return Content(path, path.suffix[1:], READERS[path.suffix](path))
-
-
-def _read_json(path: Path) -> Any:
-    require_readable(path, MOST_TEXT_BYTES)
+        raise FileError(f"cannot tell what kind of file this is by its ending; give {endings}")
+    read, what, most_bytes = READERS[path.suffix]
+    if what:
+        require_readable(path, most_bytes)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON ({first_line(error)})") from None
-
-
-def read_pt(path: Path) -> dict[str, Any]:
-    """Return the dict in a ``torch.save`` file; an object that is no tensor and no plain value is refused."""
-    require_readable(path, MOST_BYTES)
-    import torch
-
-    try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_arrays()):
-            warnings.simplefilter("ignore")  # a refusal is one line
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        return Content(path, path.suffix[1:], read(path))
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, KeyError, ... for bad files
-        raise FormatError(f"not a torch file of tensors and plain values ({first_line(error)})") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"holds a {type(content).__name__}; a dump holds a dict")
-    return content
+    except Exception as error:  # json, numpy, zipfile and torch raise many kinds for bad files
+        raise FileError(f"not {what} ({first_line(error)})") from None
+
+
+def _read_pt(path: Path) -> Any:
+    import torch
+
+    with warnings.catch_warnings(), torch.serialization.safe_globals(_arrays()):
+        warnings.simplefilter("ignore")  # a refusal is one line
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _arrays() -> list[Any]:
@@ -174,30 +123,16 @@ def _arrays() -> list[Any]:
     return [*((rebuild, name) for name in names), np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "bBhHiIlL")]
 
 
-def read_named_pt(path: Path) -> dict[str, Any]:
-    """Read one of several ``torch.save`` files in a folder; a refusal names it."""
-    try:
-        return read_pt(path)
-    except FileError as error:
-        raise FormatError(f"{path.name}: {error}") from None
-
-
 def _read_npz(path: Path) -> dict[str, Any]:
-    require_readable(path, MOST_BYTES)
-    try:
-        opened = np.load(path, allow_pickle=False)
-        with opened:
-            return {name: opened[name] if name == "load" else None for name in opened.files}
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # numpy and zipfile raise ValueError, EOFError, BadZipFile, KeyError, ...
-        raise FormatError(f"not an .npz of plain numbers ({first_line(error)})") from None
+    with np.load(path, allow_pickle=False) as opened:
+        return {name: opened[name] if name == "load" else None for name in opened.files}
 
 
-READERS: dict[str, Callable[[Path], Any]] = {
-    ".npz": _read_npz,
-    ".json": _read_json,
-    ".pt": read_pt,
-    ".jsonl": lambda path: None,
+READERS: dict[str, tuple[Callable[[Path], Any], str, int]] = {
+    ".npz": (_read_npz, "an .npz of plain numbers", MOST_BYTES),
+    ".json": (lambda path: json.loads(path.read_text(encoding="utf-8")), "JSON", MOST_TEXT_BYTES),
+    ".pt": (_read_pt, "a torch file of tensors and plain values", MOST_BYTES),
+    ".jsonl": (lambda path: None, "", 0),
 }
-"""By the ending of the name."""
+"""By the ending of the name: how it is read, what it is, and the most bytes of it; of ``.jsonl`` the lines are read by
+who knows them."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...load.series import RecordedJob
 from ...observe.run_state import JobRecord
-from .reading import MOST_EXPERTS, Content, FormatError, expert_ids, read_named_pt
+from ...utils.files import FileError
+from .reading import MOST_EXPERTS, Content, about, expert_ids, open_content
 
 FIELDS = ("rollout_id", "samples")
 ROUTING = "rollout_routed_experts"
@@ -27,57 +27,56 @@ def load_in(content: Content) -> JobRecord | None:
     the model. Dense layers have expert 0 in every place, and no load here. The number of experts is one more than
     the largest id. What is trained on it are Megatron's layers, which take no replicas.
     """
-    rollouts: Iterable[Mapping[str, Any]] = ()
-    if content.kind == "pt" and content.holds(*FIELDS):
-        rollouts = [content.value]
-    elif content.kind == "directory":
-        rollouts = _folder(content.path)
-    load = _replayed(rollouts)
-    return None if load is None else JobRecord(load, (1,) * len(load), RecordedJob(takes_no_replicas=1))
+    files = iter([content])
+    if content.kind == "directory":  # one after the other, in the order of their numbers
+        numbered = {int(path.stem): path for path in content.path.glob("*.pt") if path.stem.isdecimal()}
+        files = map(_read, (numbered[number] for number in sorted(numbered)))
+    first = next(files, None)
+    if first is None or first.kind != "pt" or not first.holds(*FIELDS):
+        return None
+    load = _replayed(chain([first], files))
+    return JobRecord(load, (1,) * len(load), RecordedJob(takes_no_replicas=1))
 
 
-def _folder(directory: Path) -> Iterable[Mapping[str, Any]]:
-    """Return the rollouts in a folder in the order of their numbers; none where the first file is no rollout."""
-    numbered = {int(path.stem): path for path in directory.glob("*.pt") if path.stem.isdecimal()}
-    files = [numbered[number] for number in sorted(numbered)]
-    first = read_named_pt(files[0]) if files else {}
-    return chain([first], map(read_named_pt, files[1:])) if all(name in first for name in FIELDS) else ()
+def _read(path: Path) -> Content:
+    with about(Path(path.name)):
+        return open_content(path)
 
 
-def _replayed(rollouts: Iterable[Mapping[str, Any]]) -> NDArray[np.int64] | None:
-    """Return int64 ``[T, L, E]``, tokens per expert by rollout and layer of the model; None: there are no rollouts."""
+def _replayed(files: Iterable[Content]) -> NDArray[np.int64]:
+    """Return int64 ``[T, L, E]``, tokens per expert by rollout and layer of the model."""
     windows: list[NDArray[np.int64]] = []
-    for rollout in rollouts:
-        if not all(name in rollout for name in FIELDS):
-            raise FormatError("the files in this directory are of different kinds: give slime's rollout data alone")
-        counts = np.zeros((0, 0), np.int64)
+    for file in files:
+        if not file.holds(*FIELDS):
+            raise FileError("the files in this directory are of different kinds: give slime's rollout data alone")
+        rollout, counts = file.value, np.zeros((0, 0), np.int64)
         for number, sample in enumerate(rollout["samples"]):
             where = f"rollout {rollout['rollout_id']}, sample {number}"
             chosen = sample.get(ROUTING) if isinstance(sample, Mapping) else None
             if chosen is None:
-                raise FormatError(f"{where} has no {ROUTING}: start slime with --use-rollout-routing-replay")
+                raise FileError(f"{where} has no {ROUTING}: start slime with --use-rollout-routing-replay")
             ids_TLK = expert_ids(chosen, f"{where}: {ROUTING}", ("tokens", "layers", "topk"))
             if "tokens" in sample and len(ids_TLK) != len(sample["tokens"]) - 1:
                 have = f"{len(ids_TLK)} rows of {ROUTING} and {len(sample['tokens'])} tokens"
-                raise FormatError(f"{where} has {have}: a row for each token but the last is expected")
+                raise FileError(f"{where} has {have}: a row for each token but the last is expected")
             of_sample = _counted(ids_TLK, where)
             if counts.size and len(counts) != len(of_sample):
-                raise FormatError(f"{where} has {len(of_sample)} layers, those before have {len(counts)}")
+                raise FileError(f"{where} has {len(of_sample)} layers, those before have {len(counts)}")
             counts = _added(counts, of_sample)
         if not counts.size:
-            raise FormatError(f"rollout {rollout['rollout_id']} has no samples")
+            raise FileError(f"rollout {rollout['rollout_id']} has no samples")
         if windows and len(windows[0]) != len(counts):
-            raise FormatError(f"rollout {rollout['rollout_id']} has {len(counts)} layers, the first {len(windows[0])}")
+            raise FileError(f"rollout {rollout['rollout_id']} has {len(counts)} layers, the first {len(windows[0])}")
         windows.append(counts)
-    experts = max((window.shape[1] for window in windows), default=0)
-    return np.stack([_added(np.zeros((1, experts), np.int64), one) for one in windows]) if windows else None
+    experts = max(window.shape[1] for window in windows)
+    return np.stack([_added(np.zeros((1, experts), np.int64), one) for one in windows])
 
 
 def _counted(ids_TLK: NDArray[np.integer], where: str) -> NDArray[np.int64]:
     """Return ``[L, E]``, E one more than the largest id."""
     least, largest = int(ids_TLK.min(initial=0)), int(ids_TLK.max(initial=0))
     if not 0 <= least <= largest < MOST_EXPERTS:
-        raise FormatError(f"{where}: experts {least} to {largest} in {ROUTING}")
+        raise FileError(f"{where}: experts {least} to {largest} in {ROUTING}")
     of_layers = (layer.reshape(-1).astype(np.int64) for layer in ids_TLK.swapaxes(0, 1))
     counts = np.stack([np.bincount(ids, minlength=largest + 1) for ids in of_layers])
     if ids_TLK.shape[2] > 1:

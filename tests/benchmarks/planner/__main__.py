@@ -38,7 +38,7 @@ def run(
         JSON-able, by table: rows of `bench.planner.measure` and `suite.run`; and `suite.behind`.
 
     Raises:
-        PlanError, FormatError: a peer or a file cannot be used.
+        PlanError, FileError: a peer or a file cannot be used.
     """
     others = {name: _planner(find_peer(name)) for name in peers}
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {

@@ -218,7 +218,7 @@ def test_a_copy_to_the_host_ends_on_the_stream_that_it_runs_on(monkeypatch: pyte
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.padding = _Padding()
+        self.padding = _Padding(self)
         self.seen: Tensor | None = None
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, fails: bool = False) -> None:
@@ -255,7 +255,7 @@ def test_a_forward_that_fails_has_ended_when_the_next_begins() -> None:
 def test_a_mask_is_that_of_its_own_forward_and_of_nothing_after_it(fails: bool) -> None:
     model = Model()
     padding = model.padding
-    padding.watch(model, padding.see)
+    padding.watch()
     try:
         model(IDS, attention_mask=MASK, fails=fails)
     except ValueError:

@@ -11,9 +11,9 @@ from support.moe_models import FAMILIES, make_model
 from torch.overrides import TorchFunctionMode
 
 from eplb_runtime.hosts.transformers import compute as room
-from eplb_runtime.hosts.transformers.adapters import LowRank, a_by_expert, a_of_peft, b_by_expert, b_of_peft
+from eplb_runtime.hosts.transformers.adapters import BY_EXPERT, OF_PEFT, LowRank
 from eplb_runtime.hosts.transformers.describe import describe
-from eplb_runtime.moe.experts.compute import SlotCounts, weigh_gradients
+from eplb_runtime.moe.experts.compute import SlotCounts
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +58,11 @@ def run(call, weights: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Ten
     return [out.detach(), rows.grad, *(weight.grad for weight in weights)]
 
 
-def sorted_again(compute: room.RowCompute):
-    def call(rows: torch.Tensor, counts: SlotCounts, weights: list[torch.Tensor]) -> torch.Tensor:
-        with room._reading(compute._experts, compute._names, weights):
-            return compute._sorted_again(rows, counts)
-
-    return call
+def sorted_again(compute: room.RowCompute) -> room.RowCompute:
+    """By the module's own forward."""
+    again = room.RowCompute(compute._experts, compute._names)
+    again._forward_is_the_librarys = False
+    return again
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -83,49 +82,6 @@ def test_grouped_mm_gives_the_bits_of_the_modules_own_forward_and_sorts_nothing(
         assert torch.equal(one, own)
         assert torch.equal(again, own)
         assert own.abs().max() > 0
-
-
-def run_weighing(call, weights: list[torch.Tensor], dtype: torch.dtype, router: torch.Tensor) -> list[torch.Tensor]:
-    """As `run`, with gradients that come unweighted; the gradient of the router's weights is the last."""
-    router = router.clone().requires_grad_()
-    return [*run(lambda rows, counts, own: call(rows, counts, own, router), weights, dtype), router.grad]
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_router_weights_get_their_gradient_from_rows_that_are_not_kept(
-    family: str, dtype: torch.dtype, implementation: str
-) -> None:
-    compute, weights = compute_of(family, implementation, dtype)
-    router = torch.rand(sum(COUNTS), generator=torch.Generator().manual_seed(5)).to(dtype)
-    router[3] = 0.0
-
-    def kept(rows: torch.Tensor, counts: SlotCounts, own: list[torch.Tensor], router: torch.Tensor) -> torch.Tensor:
-        return weigh_gradients(compute(rows, counts, own), router)
-
-    found = run_weighing(compute.weighing, weights, dtype, router)
-    expected = run_weighing(kept, weights, dtype, router)
-    assert torch.equal(found[0], expected[0])
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert (one - other).abs().max() <= tolerance * other.abs().max()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_result_of_the_experts_is_kept(family: str) -> None:
-    compute, weights = compute_of(family, "grouped_mm")
-    rows = torch.randn(sum(COUNTS), WIDTH, requires_grad=True)
-    router = torch.rand(sum(COUNTS), requires_grad=True)
-    counts, weights = SlotCounts.of(COUNTS, rows.device), [weight.requires_grad_() for weight in weights]
-    kept = []
-    for call in (compute.weighing, lambda *args: weigh_gradients(compute(*args[:3]), args[3])):
-        saved: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):  # noqa: B023
-            out = call(rows, counts, weights, router)
-        kept.append(any(tensor.data_ptr() == out.data_ptr() for tensor in saved))
-    assert kept == [False, True]
 
 
 # -- LoRA ------------------------------------------------------------------------------------------------------------
@@ -161,7 +117,8 @@ def folded(compute: room.RowCompute):
         own, pairs = dict(zip(compute._names, weights, strict=False)), weights[len(compute._names) :]
         for number, one in enumerate(compute._low_rank):
             delta = torch.einsum("sri,sor->soi", pairs[2 * number], pairs[2 * number + 1]) * 0.7
-            own[one.matrix] = own[one.matrix] + (delta.mT if compute._experts.is_transposed else delta)
+            name = one.wrapper.parameter_name
+            own[name] = own[name] + (delta.mT if compute._experts.is_transposed else delta)
         return sorted_again(compute)(rows, counts, list(own.values()))
 
     return call
@@ -170,14 +127,9 @@ def folded(compute: room.RowCompute):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str) -> None:
     compute, weights = with_low_rank(family, 3)
-    router = torch.rand(sum(COUNTS), generator=torch.Generator().manual_seed(5)) + 0.5
-    own = folded(compute)
-    wanted = run_weighing(lambda rows, counts, of, w: weigh_gradients(own(rows, counts, of), w), weights, FLOAT, router)
-    for found in (run_weighing(compute.weighing, weights, FLOAT, router), [*run(compute, weights, FLOAT), None]):
-        plain = run(own, weights, FLOAT) if found[-1] is None else wanted
-        for one, other in zip(found[: len(plain)], plain, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-            assert other.abs().max() > 0
+    for one, other in zip(run(compute, weights, FLOAT), run(folded(compute), weights, FLOAT), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        assert other.abs().max() > 0
     with Calls() as calls:
         run(compute, weights, FLOAT)
     assert not {"sort", "argsort"} & set(calls.names)
@@ -186,8 +138,8 @@ def test_low_rank_matrices_give_what_they_give_on_the_matrices(family: str) -> N
 def test_pefts_layout_is_split_by_expert_and_put_together_again() -> None:
     experts, rank, wide, narrow = 4, 3, 5, 6
     a, b = torch.randn(experts * rank, wide), torch.randn(narrow, rank * experts)
-    a_E, b_E = a_by_expert(experts, a), b_by_expert(experts, b)
+    a_E, b_E = BY_EXPERT["lora_A"](experts, a), BY_EXPERT["lora_B"](experts, b)
     assert a_E.shape == (experts, rank, wide) and b_E.shape == (experts, narrow, rank)
     by_peft = torch.einsum("ore,eri->eoi", b.reshape(narrow, -1, experts), a.reshape(experts, -1, wide))
     torch.testing.assert_close(b_E @ a_E, by_peft)
-    assert torch.equal(a_of_peft(a_E), a) and torch.equal(b_of_peft(b_E), b)
+    assert torch.equal(OF_PEFT["lora_A"](a_E), a) and torch.equal(OF_PEFT["lora_B"](b_E), b)

@@ -24,7 +24,6 @@ from eplb_runtime.observe import recording as recorder_module
 from eplb_runtime.observe.events_file import LineFile
 from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.tools.formats.loads import read_load
-from eplb_runtime.tools.formats.reading import FormatError
 from eplb_runtime.utils.files import FileError
 
 CPU = torch.device("cpu")
@@ -189,7 +188,7 @@ def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
     line = json.loads(lines[1])
     line["data"] = line["data"][:20] + ("A" if line["data"][20] != "A" else "B") + line["data"][21:]
     path.write_bytes(lines[0] + json.dumps(line).encode() + b"\n" + lines[2])
-    with pytest.raises(FormatError, match=r"load.jsonl, line 2: .*(cannot be read|another size)"):
+    with pytest.raises(FileError, match=r"load.jsonl, line 2: .*(cannot be read|another size)"):
         read_load(tmp_path)
 
 
@@ -204,13 +203,13 @@ def test_a_bit_that_flips_is_noticed(tmp_path: Path) -> None:
 )
 def test_other_files_are_refused_in_one_line(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(line[:4000] + "\n")
-    with pytest.raises(FormatError, match=said):
+    with pytest.raises(FileError, match=said):
         read_load(tmp_path)
 
 
 def test_a_folder_of_an_earlier_release_says_how_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "load").mkdir()
-    with pytest.raises(FormatError, match=r"awk 1 load/\*.jsonl > load.jsonl"):
+    with pytest.raises(FileError, match=r"awk 1 load/\*.jsonl > load.jsonl"):
         read_load(tmp_path)
 
 

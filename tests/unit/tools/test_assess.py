@@ -150,7 +150,7 @@ def test_a_share_that_was_recorded_is_taken_and_called_measured() -> None:
         (skewed(2), JOB, GIVEN, ("2 steps were recorded", "Record 12 steps or more.")),
         (skewed(), replace(JOB, ranks=1, ep_size=1), GIVEN, ("of one rank (EP 1)", "Give --ranks R")),
         (skewed(), JOB, GIVEN | {"ranks": 1}, ("There is one rank (EP 1)", "Give --ranks R")),
-        (skewed(), JOB, GIVEN | {"ranks": 3}, ("over 3 ranks: go on with 2 of them or with 4", "or --exp")),
+        (skewed(), JOB, GIVEN | {"ranks": 3}, ("over 3 ranks: EP sizes are 1, 2, 4, 8.", "or --exp")),
         (np.concatenate([skewed(11), 0 * even(20)]), JOB, GIVEN, ("11 steps were recorded",)),
         (skewed() * ([1] * 4 + [0] * 4), JOB, GIVEN, ("a half of 8 experts has", "all ranks' counts")),
         (skewed() * ([1] + [0] * 7), JOB, GIVEN, ("at most 1 of 8 experts of a layer", "all ranks' counts")),

@@ -173,7 +173,7 @@ def test_each_rule_of_megatron_refuses_its_setting_and_no_other(
     ],
 )
 def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(fields: Mapping[str, Any], setting: str) -> None:
-    assert not any(refusals(TORCHTITAN)) and not any(refusals(TORCHTITAN, True))
+    assert not any(refusals(TORCHTITAN)) and not any(refusals(replace(TORCHTITAN, replica_slots=1)))
     (line,) = refusals(replace(TORCHTITAN, **fields))
     assert line.setting == setting
 
@@ -188,7 +188,7 @@ def test_each_rule_of_torchtitan_refuses_its_setting_and_no_other(fields: Mappin
 )
 def test_torchtitans_own_dispatchers_attach_with_homes_alone(fields: Mapping[str, Any], exact: str) -> None:
     job = replace(TORCHTITAN, **fields)
-    assert not any(refusals(job)) and any(refusals(job, True))
+    assert not any(refusals(job)) and any(refusals(replace(job, replica_slots=1)))
     assert any(notes(job)) == (exact == "rounding")
 
 
