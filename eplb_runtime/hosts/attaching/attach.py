@@ -59,7 +59,7 @@ from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
 from .checks import check, raise_on_all, rollback, wait_for_ranks
-from .description import AnyOptimizer, AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
+from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .self_test import LayerTest
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
@@ -78,8 +78,8 @@ def attach_stages(described: Described) -> Balancer:
     groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
         checked = check_all(request, undo)
-        steppers = _of_torch([*request.optimizers, request.container])
-        undo.callback(ModelSnapshot([stage.model for stage in request.stages], steppers).restore)
+        snapshot = ModelSnapshot([stage.model for stage in request.stages], [*request.optimizers, request.container])
+        undo.callback(snapshot.restore)
         runtime = build_runtime(checked, shard(checked))
         raise_on_all("", groups)
         checked.copies.open()
@@ -136,7 +136,7 @@ def shard_stage(described: Described) -> None:
         for problem in filter(None, (test.problem for test in tests)):
             logger.warning("%s", problem)
         undo.callback(ModelSnapshot([stage.model], []).restore)
-        for layer, rows in zip(stage.host.layers, _rows_of_rank(placement, job.ep_rank), strict=True):
+        for layer, rows in zip(stage.host.layers, placement.homes_LRH[:, job.ep_rank].tolist(), strict=True):
             for name in layer.parameters:
                 layer.put(name, cut_rows(layer, name, rows, request.device, request.single))
             mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), job.ep_ranks))
@@ -192,7 +192,7 @@ def shard(made: Checked) -> Shards:
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
     slots, parts = config.replica_slots, job.dp_shard_degree
     registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
-    shards, rows_LH = Shards(registry, {}, {}), _rows_of_rank(placement, job.ep_rank)
+    shards, rows_LH = Shards(registry, {}, {}), placement.homes_LRH[:, job.ep_rank].tolist()
     gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
@@ -210,7 +210,7 @@ def shard(made: Checked) -> Shards:
         for own, parameter in zip(layer.parameters, homes, strict=True):
             if parameter is not (old := layer.parameter(own)):
                 shards.replaced[f"{name}.{own}"] = weakref.ref(old)
-                install_parameter(layer, own, parameter, rows, _of_torch(made.optimizers))
+                install_parameter(layer, own, parameter, rows, made.optimizers)
             registry.add(index, own, parameter)
         shards.replaced.update(layer.replaced)
     for stage in made.stages:
@@ -365,11 +365,6 @@ def _record(made: Checked, balancer: Balancer) -> None:
     balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
-def _rows_of_rank(placement: Placement, rank: int) -> Tensor:
-    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
-    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
-
-
 def _notes(made: Checked, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
@@ -405,10 +400,6 @@ def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
     logger.info("attached: %s of %d experts, %s; %s", layers, placement.num_experts, spread, decisions)
     for line in of_bits:
         logger.warning("%s", line)
-
-
-def _of_torch(optimizers: Sequence[AnyOptimizer | None]) -> list[torch.optim.Optimizer]:
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
 
 
 def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
