@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from ..balancer.gradients.reduction import foreign_hooks
 from ..moe.experts.compute import SlotCounts
 from ..moe.layer import ExpertParallelLayer
+from .attaching.checks import SEED, rows_like, same_to_rounding, untouched, width_of_rows
 from .attaching.description import AttachError, HostModel, MoELayer, spread_of
 from .attaching.expert_spans import mark_calls, take_calls
-from .attaching.self_test import SEED, rows_like, same_to_rounding, untouched, width_of_rows
 
 logger = logging.getLogger("eplb_runtime")
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]

@@ -58,10 +58,9 @@ from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
-from .checks import check, raise_on_all, rollback, wait_for_ranks
+from .checks import LayerTest, check, raise_on_all, rollback, wait_for_ranks
 from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
-from .self_test import LayerTest
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
 from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
 from .trial import TrialRun, layout_of
