@@ -43,7 +43,7 @@ from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
-from ...moe.experts.slices import is_sliced
+from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
@@ -287,6 +287,10 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
     settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
     splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
+    if job.is_planner:
+        rows = sum(local(one)[0].nbytes for bank in shards.banks.values() for one in bank.parameters)
+        size = config.replica_slots * rows / job.dp_shard_degree / 2**20
+        logger.info("replica slots: %d per rank and layer, %.3g MiB of weights on a rank", config.replica_slots, size)
     return Maps(table, splitter, replicas)
 
 

@@ -116,7 +116,7 @@ def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
         except PlacementError as error:
             problem = f"initial_placement: {error}"
     digests = [text and xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
-    mine = (problem, digests, max((layer.num_experts for _, _, layer in asked.layers), default=0))
+    mine = (problem, digests, [*{layer.num_experts for *_, layer in asked.layers}])
     said = dict(zip(job.ranks, gather_json(mine, groups.control), strict=True))
     for rank, (refused, *_) in said.items():
         if refused:
@@ -127,7 +127,7 @@ def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
             having = [rank for rank in together if rank in of_ranks]
             if odd := deviating(of_ranks, having):
                 raise AttachError(f"{has_another(odd, what, having[0])}: {hint}")
-    placement = _initial_placement(asked, max(count for *_, count in said.values()), given)
+    placement = _initial_placement(asked, sorted({count for *_, counts in said.values() for count in counts}), given)
     # Once no rank is refused: a layer's own way may wait for others.
     tests = try_layers([layer for _, _, layer in asked.layers], config.guard)
     raise_on_all("" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""), groups)
@@ -150,14 +150,11 @@ def _facts(asked: Request, placement: Placement | None) -> list[_Fact]:
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
     dividing = [one for one in asked.optimizers if not isinstance(one, torch.optim.Optimizer) and one.divides_over]
     state = " ".join(str(one.ranges_of(parameter)) for one in dividing for _, _, parameter in asked.experts)
-    experts, spread = None, None
-    if asked.layers:
-        experts, spread = str(asked.layers[0][2].num_experts), str(asked.is_spread)
+    spread = str(asked.is_spread) if asked.layers else None
     alike, start = "give all ranks the same config", "" if placement is None else placement.digest()
     return [
         *((f"{name} in its config", text, alike, True) for name, text in asked.config.described().items()),
         ("initial placement", start, "give all ranks the same one, or copies of one file", True),
-        ("number of experts in its MoE layers", experts, "they must be equal", True),
         ("answer to whether shard_experts was called", spread, "call it for all stages, on all ranks", True),
         ("division of optimizer state", state, "make experts and optimizer alike on all ranks", False),
         ("model", shapes, "build the same model on every rank", False),
@@ -165,12 +162,14 @@ def _facts(asked: Request, placement: Placement | None) -> list[_Fact]:
     ]
 
 
-def _initial_placement(asked: Request, experts: int, given: Placement | None) -> Placement:
-    """Return the placement that a job of this many experts begins with; its ranks have the same ``given``."""
+def _initial_placement(asked: Request, counts: Sequence[int], given: Placement | None) -> Placement:
+    """Return the placement that a job begins with whose layers have these numbers of experts; its ranks have the same
+    ``given``."""
     config, job, ranks = asked.config, asked.job, asked.job.ep_size
-    if not experts:
-        raise AttachError("no stage has an MoE layer: nothing to balance")
-    if experts % ranks:
+    if len(counts) != 1:
+        odd = f"the MoE layers have different numbers of experts ({counts}); they must be equal"
+        raise AttachError(odd if counts else "no stage has an MoE layer: nothing to balance")
+    if (experts := counts[0]) % ranks:
         raise AttachError(uneven(experts, ranks))
     if config.replica_slots > (most := experts - experts // ranks):
         mend = f"set replica_slots={most} or less" if most else "the EP group has one rank, set replica_slots=0"
@@ -212,11 +211,9 @@ def _problems(asked: Request) -> list[str]:
 
 
 def _of_models(asked: Request) -> Iterator[str]:
-    config, slots, layers = asked.config, asked.config.replica_slots, [layer for *_, layer in asked.layers]
-    if len({spread_of(layer.experts) for layer in layers}) > 1:
+    config, slots = asked.config, asked.config.replica_slots
+    if len({spread_of(layer.experts) for *_, layer in asked.layers}) > 1:
         yield "some MoE layers were spread by shard_experts and others were not: build the model again"
-    if len(counts := {layer.num_experts for layer in layers}) > 1:
-        yield f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal"
     if asked.host_dispatches and slots:
         yield f"replica_slots={slots}: the framework's own dispatcher knows one place for an expert; set it to 0"
     if asked.host_dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
