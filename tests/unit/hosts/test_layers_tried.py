@@ -19,7 +19,6 @@ from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts import module as own
 from eplb_runtime.hosts.attaching.checks import try_layers
 from eplb_runtime.hosts.attaching.description import MoELayer
-from eplb_runtime.hosts.attaching.checks import try_layers
 from eplb_runtime.hosts.module import MoE, _UsersCompute
 from eplb_runtime.hosts.transformers.describe import describe
 from eplb_runtime.moe.experts.compute import SlotCounts
