@@ -158,22 +158,17 @@ class Balancer:
         self.tensors.register_all(name, tensors, moves)
 
     @torch.compiler.disable
-    def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
-        """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
-        ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
-        steps. Each steps once in a training step; what it holds outside the model is taken for a part of it that is
-        the same on every rank.
-        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
-        RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over another element-wise optimizer of the attached model's parameters, as ``attach`` does. Collective,
+        between steps. Each steps once in a training step; what it holds outside the model is taken for a part of it
+        that is the same on every rank.
+        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients); RuntimeError:
+        a rank did not come.
         """
         began = self.loop.has_optimizer
-        if instead_of is not None:
-            self.loop.require("adopt()")
         self.runtime.barrier("balancer.adopt()")
-        if instead_of is not None:
-            self.rebalancer.cancel_pending()  # it was measured, and may be under way, with the state of the old one
-        self.optimizer_hooks.adopt(optimizer, instead_of)
-        if not began or instead_of is not None:
+        self.optimizer_hooks.adopt(optimizer)
+        if not began:
             self.guard.begin()
 
     def logical_expert_ids(self, layer: int) -> list[int]:
@@ -394,11 +389,11 @@ class Balancer:
         dtype: torch.dtype | None = None,
         timeout_seconds: float | None = None,
     ) -> str:
-        """Compare exported weights with the model's, by a checksum for each logical expert. Collective, between steps.
+        """Compare exported weights with the model's, by a checksum for each tensor. Collective, between steps.
         Returns a line that says how many are equal. ``tensors``: pairs (name, tensor) under the names of
         `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
         every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
-        Raises ExportError, on all ranks: which experts differ, are others' or missing; or another name or shape."""
+        Raises ExportError, on all ranks: which differ or are missing; or another name or shape."""
         return self._export.verify(tensors, dtype, self.begin_export("verify_export()", timeout_seconds))
 
     @torch.compiler.disable

@@ -67,7 +67,7 @@ class WeightExport(Protocol):
 class OptimizerHooks(Protocol):
     """The hooked optimizers of one attached model."""
 
-    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """`Balancer.adopt`."""
 
     def add(self, optimizers: Sequence[Any], container: torch.optim.Optimizer | None = None) -> None:

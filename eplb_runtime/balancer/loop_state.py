@@ -44,7 +44,6 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "logical_order()": (Wrong.SUSPENDED, *_MOVES),
     "suspend()": _MOVES,
     "resume()": (Wrong.CLOSED,),
-    "adopt()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_STEP),
     "at_once()": (Wrong.CLOSED,),
     "gather_experts()": (Wrong.IN_SCHEDULE,),
 }

@@ -56,13 +56,12 @@ AHEAD = sys.maxsize
 @dataclass(frozen=True)
 class _Pending:
     """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
-    the load that this rank declared for it, ``keys_of_earlier`` the number of `JobStore.passing` keys before it."""
+    the load that this rank declared for it."""
 
     due_step: int
     key: str
     decision: Future[Decision]
     declared: NDArray[np.float64] | None
-    keys_of_earlier: int
 
 
 class Rebalancer(LoopHooks):
@@ -181,9 +180,9 @@ class Rebalancer(LoopHooks):
         self._registry.note_state(self._boundaries)
         if self.overlapped.in_flight:
             self._advance()
-        if self.control.reconnection.under_way:
+        if self.control.reconnecting:
             self._rejoin()
-        if self.control.reconnection.under_way or self.overlapped.in_flight:
+        if self.control.reconnecting or self.overlapped.in_flight:
             if decides:  # on the load from here on
                 self._counter.take()
                 self._expert_clock.take()
@@ -336,7 +335,7 @@ class Rebalancer(LoopHooks):
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, lag: int, suspended: bool = False) -> _Pending:
-        steps, keys_of_earlier = self._counter.open_steps, self._groups.store.passing
+        steps = self._counter.open_steps
         self._known_home_bytes = home_bytes = self._known_home_bytes if suspended else self._home_bytes()
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
@@ -357,7 +356,7 @@ class Rebalancer(LoopHooks):
         declared, self.declared = self.declared, None
         key = self._new_key("decision")
         work = partial(decide, measurement, self.decisions, self.guard, key, self._at_point)
-        return _Pending(self.step + lag, key, self.control.submit(work), declared, keys_of_earlier)
+        return _Pending(self.step + lag, key, self.control.submit(work), declared)
 
     def _home_bytes(self) -> int:
         """Bytes of the largest home expert; 0 where an optimizer has state that cannot move: a migration says so."""
@@ -374,8 +373,7 @@ class Rebalancer(LoopHooks):
             self._pending = None
             return self._drop("planned", str(lost), True)
         self._pending = None
-        # All ranks were in this decision, so none is in an earlier one or its migration.
-        self._groups.store.forget(pending.keys_of_earlier)
+        self._groups.store.forget()  # all ranks were in this decision: none is in an earlier one, or its migration
         self.guard.report(decision.finding)
         if decision.measured is not None:
             self._events.emit(replace(decision.measured, step=self.step))
@@ -411,7 +409,7 @@ class Rebalancer(LoopHooks):
     def _advance(self) -> None:
         """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it, which
         is dropped where nothing may move."""
-        hold_back = bool(self.quiesced) or self.control.reconnection.under_way
+        hold_back = bool(self.quiesced) or self.control.reconnecting
         progress = self.overlapped.advance(hold_back=hold_back)
         progress = replace(progress, only_between_steps=progress.only_between_steps and not hold_back)
         self._take_over(progress)
@@ -478,7 +476,7 @@ class Rebalancer(LoopHooks):
         rank. Returns whether the placement has changed since the last boundary."""
         before, goes_on = self._placement, self.overlapped.in_flight and not self.quiesced
         self.drain()
-        goes_on = goes_on and not self.control.reconnection.under_way
+        goes_on = goes_on and not self.control.reconnecting
         if goes_on and not np.array_equal(self._placement.physical_to_logical, self._target.physical_to_logical):
             self._migrate(self._target)
         return self._placement is not before
@@ -502,22 +500,21 @@ class Rebalancer(LoopHooks):
 
     def _pause(self, cause: str) -> None:
         """Stop deciding, since this rank may have lost the others, until all ranks have new connections."""
-        if self.control.reconnection.under_way or self._loop.closed:
+        if self.control.reconnecting or self._loop.closed:
             return
         self._pending = None
         self.drain()  # it would go on with staging memory of the old connections
         logger.warning("step %d: the ranks connect again; nothing is rebalanced until they have: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
-        self.control.reconnection.begin()
+        self.control.begin_reconnecting()
 
     def _rejoin(self) -> None:
         """Use new connections where all ranks meet at the end of this step."""
-        if (made := self.control.reconnect(self._boundaries)) is None:
+        if (transport := self.control.reconnect(self._boundaries)) is None:
             return
-        transport, before = made
         self._engine.reconnect(transport, self.control.agreement)
-        self._groups.release(*before)
-        tries = self.control.reconnection.tries
+        self._groups.release_unused()
+        tries = self.control.tries
         if self._groups.job.is_planner:
             logger.info("step %d: the ranks are connected again, after %d tries", self.step, tries)
         self._events.emit(BalancingResumed(self.step, tries))

@@ -243,14 +243,6 @@ class ModelTensors:
         for layer in self._runtime.layers:
             layer.counts_in_evaluation = False
 
-    def forget(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Forget an optimizer that was let go; ``outside``: as for `train`."""
-        self.optimizers[:] = [other for other in self.optimizers if other is not optimizer]
-        self._runtime.registry.no_longer_stepped_by(optimizer)
-        for name in outside:
-            self.dense.pop(name, None)
-            self.memory.forget(name)
-
     def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
         """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
         self.dense.update(parameters)
@@ -297,8 +289,7 @@ class ModelTensors:
     def mark(self, placement: Callable[[], Placement]) -> None:
         """Follow a change of the placement in what marks it."""
         for layer, mark in self._marks:
-            homes_RH = placement().homes_LRH[layer]
-            mark.copy_(torch.tensor([self._runtime.job.ep_rank, *homes_RH.ravel().tolist()]))
+            mark.copy_(torch.from_numpy(placement().homes_LRH[layer][self._runtime.job.ep_rank]))
 
     def known(self) -> Iterator[Tensor]:
         """Return tensors that move with experts other than parameters and gradients, the optimizers' tensors, and those

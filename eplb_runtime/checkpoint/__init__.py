@@ -3,7 +3,6 @@
 Nothing here knows a framework: its folders are read and written by the attached host.
 """
 
-from .dcp import LogicalState
 from .disk import async_save, save
 from .restore import export_pretrained, load, load_logical_state_dict, load_pretrained
 from .state import CheckpointError, logical_state_dict
@@ -12,7 +11,6 @@ from .stream import ExportError
 __all__ = [
     "CheckpointError",
     "ExportError",
-    "LogicalState",
     "async_save",
     "export_pretrained",
     "load",

@@ -1,8 +1,8 @@
 """Checkpoints as files that everybody can read: safetensors with Hugging Face's index, one tensor per expert.
 
-A folder has tensor files of each rank for three parts (model, optimizer, extra tensors), an index for each part,
-`numbers-*.json` for all that is no tensor, and `checkpoint.json`, which is written last and has size and checksum of
-every other file. File names are new in each save, so a save that ends early leaves the old checkpoint whole.
+A folder has tensor files of each rank for three parts (model, optimizer, extra tensors), an index for each part, and
+`checkpoint.json`, which is written last and has all that is no tensor, and size and checksum of every other file. File
+names are new in each save, so a save that ends early leaves the old checkpoint whole.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,22 +32,30 @@ from ..utils.checksums import as_bytes
 from ..utils.files import PARTIALS, FileError, require_readable, write_file
 from ..utils.text import one_line
 from . import dcp
-from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, value_of
+from .state import CheckpointError, Entry, Given, JointAccess, LogicalView, Saved, Stored, TensorSpec, stretch, value_of
 
 logger = logging.getLogger("eplb_runtime")
 
 MARKER = "checkpoint.json"
-FORMAT, VERSION = "eplb-runtime-checkpoint", 3
+FORMAT, VERSION = "eplb-runtime-checkpoint", 4
 PARTS, INDEX = ("model", "optimizer", "extra"), "{}.safetensors.index.json"
+_TOKEN = "[0-9a-f]" * 16
+_OURS = (
+    *(f"{part}-?????-?????-{_TOKEN}.safetensors" for part in PARTS),
+    *(INDEX.format(part) for part in PARTS),
+    PARTIALS,
+    ".tmp??????",  # what the library has begun stays where a process was killed
+)
+"""Names of files of a save, whole or not."""
 FILE_BYTES = 4 << 30
 """Tensors of one file; on a GPU a rank needs as much memory on the host to write them."""
-_OURS = re.compile(r"(?:(?:model|optimizer|extra)-(\d{5})-\d{5}|numbers)-([0-9a-f]{16})\.[a-z]+")
-_LIBRARY_PARTIALS = ".tmp??????"  # files that the library has begun; they stay where a process was killed
 _MOST_BYTES = 1 << 30
 
 Format = Literal["safetensors", "dcp"]
 Named = tuple[str, str, Tensor]
 """Part, name and values of a stored tensor."""
+Sealed = tuple[int, str, Sequence[str]]
+"""Size and checksum of a file, and names of the tensors in it."""
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
@@ -56,36 +63,31 @@ def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, forma
     between steps. On top of its state a rank needs the memory of one expert's tensor. A checkpoint that is in the
     folder already is replaced in one step when the new one is whole. ``format``: ``"safetensors"``: one tensor per
     expert, Hugging Face's index, and ``checkpoint.json`` with checksums of all bytes, which is written last;
-    ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. (Other
-    storage than a file system: `LogicalState`.) Raises CheckpointError: something cannot be kept in this format, or
-    another rank failed; OSError: this rank could not write. The folder is as it was then."""
+    ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. Raises
+    CheckpointError: something cannot be kept in this format, or another rank failed; OSError: this rank could not
+    write. The folder is as it was then."""
     view = LogicalView(model, optimizer)
-    if format not in ("safetensors", "dcp"):
-        raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
+    view.refuse_freed("save")
     if format == "dcp":
         dcp.save(folder, view)
-    else:
+    elif format == "safetensors":
         wait(last_save(view))
-        view.refuse_freed("save")
-        access = JointAccess.of(view)
-        _write(Path(folder), view, access, *access.together(f"{folder} was not saved", lambda: _content(view, access)))
+        _write(Path(folder), view, *_content(folder, view))
+    else:
+        raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
     log("saved to", folder, view)
 
 
-def async_save(
-    folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Literal["safetensors"] = "safetensors"
-) -> Future[None]:
+def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) -> Future[None]:
     """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on. The
     thread talks over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or
     loads this model next waits for it. Returns a future, done when all is on disk; its ``result()`` raises errors."""
     view = LogicalView(model, optimizer)
-    if format != "safetensors":
-        raise CheckpointError(f"async_save writes no format={format!r}: leave it out, or call save(..., format='dcp')")
     view.refuse_freed("async_save")
-    before, access = last_save(view), JointAccess.of(view)
+    before = last_save(view)
     if view.balancer is None:
         wait(before)  # its thread talks over the same group
-    live, numbers = access.together(f"{folder} was not saved", lambda: _content(view, access))
+    access, live, numbers = _content(folder, view)
     tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
     if view.balancer is not None:
         access = JointAccess(view.balancer.runtime.groups.background, torch.device("cpu"))
@@ -117,43 +119,41 @@ def log(what: str, folder: str | Path, view: LogicalView) -> None:
 # -- what is written, under which names --------------------------------------------------------------------------------
 
 
-def _content(view: LogicalView, access: JointAccess) -> tuple[Iterable[Named], Any]:
-    """The tensors that this rank writes; and, on the first rank of a stage, what is no tensor."""
-    balancer = view.balancer.state_dict() if view.balancer is not None else None  # first: all ranks meet in it
+def _content(folder: str | Path, view: LogicalView) -> tuple[JointAccess, Iterable[Named], Any]:
+    """Return this rank's part in a save; the tensors that it writes; and, on the first rank of a stage, what is no
+    tensor. Collective."""
+    access = JointAccess.of(view)
+    balancer = view.balancer.state_dict() if view.balancer is not None else None  # all ranks meet in it
     ranks = view.balancer.runtime.job.data_ranks if view.balancer is not None else access.ranks
-    layout, tied = _layout_of(view)
-    numbers = {
-        "layout": {one.key: asdict(how) for one, how in layout if how.names != (one.key.partition(".")[2],)},
-        "tied": tied,
-        "optimizer": view.numbers(_to_json),
-        "balancer": balancer,
-    }
-    numbers = json.loads(json.dumps(numbers))  # a copy
-    return _tensors_of_rank(view, layout, ranks), numbers if access.ranks[access.number] == ranks[0] else None
+
+    def content() -> tuple[Iterable[Named], Any]:
+        layout, stored = _layout_of(view)
+        numbers = {"layout": layout, "optimizer": view.numbers(_to_json), "balancer": balancer}
+        first = access.ranks[access.number] == ranks[0]
+        return _tensors_of_rank(view, stored, ranks), json.loads(json.dumps(numbers)) if first else None  # a copy
+
+    return access, *access.together(f"{folder} was not saved", content)
 
 
-def _layout_of(view: LogicalView) -> tuple[list[tuple[Entry, Stored]], dict[str, str]]:
-    """Return how each tensor is stored; and the keys of tied tensors, with the key that they are stored under.
+def _layout_of(view: LogicalView) -> tuple[dict[str, Any], list[tuple[Entry, Stored]]]:
+    """Return how tensors are stored by other names than their own; and all that are stored, tied ones once.
 
     Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
     number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
     """
     by_host = view.folders.names(view) if view.folders is not None else {}
-    entries = list(view.entries())  # alive together: no two have one id by chance
-    layout: list[tuple[Entry, Stored]] = []
-    tied: dict[str, str] = {}
-    first: dict[tuple[str, int], str] = {}
-    for entry in entries:
-        known = first.setdefault((entry.part, id(entry.tensor)), entry.key)
-        if known != entry.key:
-            tied[entry.key] = known
-        elif entry.part == "model" and entry.name in by_host:
-            layout.append((entry, by_host[entry.name]))
-        else:
-            name, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
-            name = name if entry.layer is None else ".".join(filter(None, (head, "*", name.removeprefix(f"{head}."))))
-            layout.append((entry, Stored((name,), view.num_experts if entry.layer is not None else 0)))
-    return layout, tied
+    found: dict[tuple[str, int], tuple[Entry, Stored]] = {}
+    layout: dict[str, Any] = {}
+    for entry in list(view.entries()):  # alive together: no two have one id by chance
+        own, head = entry.key.partition(".")[2], entry.name.partition("/")[0].rpartition(".")[0]
+        stored = by_host.get(entry.name) if entry.part == "model" else None
+        if stored is None and entry.layer is not None:
+            name = f"{head}.*.{own.removeprefix(f'{head}.')}".removeprefix(".")
+            stored = Stored((name,), view.num_experts)
+        _, stored = found.setdefault((entry.part, id(entry.tensor)), (entry, stored or Stored((own,))))
+        if stored.names != (own,):
+            layout[entry.key] = asdict(stored)
+    return layout, list(found.values())
 
 
 def _tensors_of_rank(
@@ -181,25 +181,16 @@ def _tensors_of_rank(
 
 
 def _to_json(value: Any, name: str) -> Any:
-    """An option as `json.dumps` takes it; `_from_json` is the way back."""
-    if isinstance(value, Tensor):
-        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    plain = list(value) if isinstance(value, tuple) else value
+    """An option as `json.dumps` takes it: of tensors and tuples the numbers."""
+    plain = value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
     try:
-        retained = not isinstance(value, dict) and json.loads(json.dumps(plain)) == plain
+        retained = json.loads(json.dumps(plain)) == plain
     except (TypeError, ValueError):
         retained = False
     if not retained:
         kind = type(value).__name__
         raise CheckpointError(f"the optimizer's {name} is a {kind}, which JSON does not keep: save with format='dcp'")
-    return value
-
-
-def _from_json(value: dict[str, Any]) -> Any:
-    """Of `json.loads`: the tensor that a dictionary describes, or the dictionary."""
-    if value.keys() != {"tensor", "dtype"}:
-        return value
-    return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return plain
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -207,30 +198,31 @@ def _from_json(value: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: Any) -> None:
-    problem = f"{folder} was not saved"
-    token = access.new_token()
+    problem, token = f"{folder} was not saved", access.new_token()
+
+    def written() -> dict[str, Sealed]:
+        files = write_tensors(folder, access.number, token, tensors)
+        return {name: ((folder / name).stat().st_size, _checksum(folder / name), of) for name, of in files.items()}
+
     try:
-        files = access.together(
-            problem, lambda: _seals_of(folder, write_tensors(folder, access.number, token, tensors))
-        )
-        of_ranks, stages = access.gather(files), [one for one in access.gather(numbers) if one is not None]
+        of_ranks = access.gather((access.together(problem, written), numbers))
     except BaseException:
-        remove_own(folder, access.number, token)
+        remove(folder, f"*-{access.number:05d}-*-{token}.*")
         raise
+    stages = [stage for _, stage in of_ranks if stage is not None]
+    files = {name: known for of_rank, _ in of_ranks for name, known in of_rank.items()}
     of_all = {
         "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
-        "tied": {key: other for stage in stages for key, other in stage["tied"].items()},
         "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
         "balancer": stages[0]["balancer"],
     }
-    seals = {name: tuple(known) for one in of_ranks for name, known in one.items()}
-    access.on_first(problem, lambda: _publish(folder, view, token, seals, of_all))
+    access.on_first(problem, lambda: _publish(folder, view, token, files, of_all))
 
 
 def write_tensors(
     folder: Path, number: int, token: str, tensors: Iterable[Named], most_bytes: int = FILE_BYTES
 ) -> dict[str, list[str]]:
-    """Write tensors into files of this rank; returns the names in each. Where that fails, `remove_own`."""
+    """Write tensors into files of this rank; returns the names in each. Where that fails, remove ``*-{token}.*``."""
     written: dict[str, list[str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
@@ -279,85 +271,60 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _publish(
-    folder: Path, view: LogicalView, token: str, files: Mapping[str, tuple[int, str]], numbers: Mapping[str, Any]
+    folder: Path, view: LogicalView, token: str, files: Mapping[str, Sealed], numbers: Mapping[str, Any]
 ) -> None:
     """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one."""
-    path = folder / f"numbers-{token}.json"
     try:
         if (folder / "model.safetensors").exists():
             raise CheckpointError(
                 f"{folder} has a model.safetensors, which would be read in its place: give another folder"
             )
         indexes = _indexes(folder, files)
-        write_file(path, json.dumps(numbers))
         if view.folders is not None:
             view.folders.describe(view, folder)
-        marker: dict[str, Any] = {"format": FORMAT, "version": VERSION, "save": token}
-        marker["files"] = {**files, **_seals_of(folder, [path.name])}
-        marker["files"] |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
     except BaseException:
-        _remove(folder, lambda _, save: save == token)
+        remove(folder, f"*-{token}.*")
         raise
     # Between two of these, others read the new checkpoint and we the old one; both are whole.
     for name, data in indexes.items():
         write_file(folder / name, data)
-    write_file(folder / MARKER, json.dumps({**marker, "checksum": _checksum_of(marker)}))
-    _remove(folder, lambda _, save: save != token)
-    unused = [folder / INDEX.format(part) for part in PARTS if INDEX.format(part) not in indexes]
-    for file in (*unused, *folder.glob(PARTIALS), *folder.glob(_LIBRARY_PARTIALS)):
-        with suppress(OSError):
-            file.unlink()
+    sealed = {name: known[:2] for name, known in files.items()}
+    sealed |= {name: (len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in indexes.items()}
+    marker = {"format": FORMAT, "version": VERSION, "save": token, "files": sealed, **numbers}
+    write_file(folder / MARKER, json.dumps({**marker, "checksum": checksum_of(marker)}))
+    for pattern in _OURS:
+        remove(folder, pattern, sealed)
 
 
-def _indexes(folder: Path, files: Mapping[str, tuple[int, str]]) -> dict[str, bytes]:
+def _indexes(folder: Path, files: Mapping[str, Sealed]) -> dict[str, bytes]:
     """Hugging Face's index of each part, by the name of its file."""
-    maps: dict[str, dict[str, str]] = defaultdict(dict)
-    nbytes: dict[str, int] = defaultdict(int)
-    for file, (size, _) in sorted(files.items()):
-        part = file.partition("-")[0]
-        nbytes[part] += size
-        with _opened(folder / file) as opened:
-            for name in opened.keys():  # noqa: SIM118
-                other = maps[part].setdefault(name, file)
-                if other == file:
-                    continue
-                with _opened(folder / other) as same:
-                    if not torch.equal(as_bytes(same.get_tensor(name)), as_bytes(opened.get_tensor(name))):
-                        raise CheckpointError(
-                            f"{folder}: ranks have different tensors under the name {name}: pipeline stages need names "
-                            "of their own"
-                        )
-    return {
-        INDEX.format(part): json.dumps(
-            {"metadata": {"total_size": nbytes[part]}, "weight_map": weight_map}, indent=2, sort_keys=True
-        ).encode()
-        for part, weight_map in maps.items()
-    }
+    indexes: dict[str, Any] = defaultdict(lambda: {"metadata": {"total_size": 0}, "weight_map": {}})
+    for file, (size, _, names) in sorted(files.items()):
+        index = indexes[INDEX.format(file.partition("-")[0])]
+        index["metadata"]["total_size"] += size
+        for name in names:
+            other = index["weight_map"].setdefault(name, file)
+            if other != file and not torch.equal(
+                *(as_bytes(_opened(folder / f).get_tensor(name)) for f in (other, file))
+            ):
+                raise CheckpointError(
+                    f"{folder}: ranks have different tensors under the name {name}: pipeline stages need names of "
+                    "their own"
+                )
+    return {file: json.dumps(index, indent=2, sort_keys=True).encode() for file, index in indexes.items()}
 
 
-def _seals_of(folder: Path, files: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file."""
-    return {name: ((folder / name).stat().st_size, file_checksum(folder / name)) for name in files}
-
-
-def file_checksum(path: Path) -> str:
+def _checksum(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def remove_own(folder: Path, number: int, token: str) -> None:
-    """Remove this rank's files of a save, and nothing that other ranks are writing there."""
-    _remove(folder, lambda rank, save: (rank, save) == (f"{number:05d}", token))
-
-
-def _remove(folder: Path, unwanted: Callable[[str | None, str], bool]) -> None:
-    """Remove files of saves, given rank and save of each; those that cannot be removed do no harm."""
-    with suppress(OSError):
-        for file in list(folder.iterdir()):
-            match = _OURS.fullmatch(file.name)
-            if match is not None and unwanted(match[1], match[2]):
-                with suppress(OSError):
-                    file.unlink()
+def remove(folder: Path, pattern: str, retained: Collection[str] = ()) -> None:
+    """Remove files of saves; those that cannot be removed do no harm."""
+    for file in list(folder.glob(pattern)):
+        with suppress(OSError):
+            if file.name not in retained:
+                file.unlink()
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -375,33 +342,30 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if kind != f"{FORMAT!r} of version {VERSION}":
         mend = f"this reads version {VERSION}: load it by the release that wrote it, and save it with format='dcp'"
         raise CheckpointError(f"{path} is {kind}; {mend}")
-    if own != _checksum_of(marker):
+    if own != checksum_of(marker):
         raise CheckpointError(f"{path} is damaged: it has another checksum than when it was saved")
     return marker
 
 
-def _checksum_of(marker: Mapping[str, Any]) -> str:
+def checksum_of(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
-def verified(folder: Path, access: JointAccess) -> dict[str, Any]:
-    """Return the marker, after this rank has read its share of all files and compared sizes and checksums. The first
-    damaged file is named."""
-    marker = read_marker(folder)
+def _verify(folder: Path, marker: Mapping[str, Any], access: JointAccess) -> None:
+    """Read this rank's share of all files, and compare sizes and checksums. The first damaged file is named."""
     shares = [0] * len(access.ranks)
     for name, (nbytes, checksum) in marker["files"].items():
         mine = shares.index(min(shares))
         shares[mine] += nbytes
         path = folder / name
-        if mine != access.number or (_OURS.fullmatch(name) is None and _of_another_save(path, marker["save"])):
+        if mine != access.number or (".index." in name and _of_another_save(path, marker["save"])):
             continue
         try:
-            intact = path.stat().st_size == nbytes and file_checksum(path) == checksum
+            intact = path.stat().st_size == nbytes and _checksum(path) == checksum
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not intact:
             raise CheckpointError(f"{path} is damaged: it has another size or checksum than when it was saved")
-    return marker
 
 
 def _of_another_save(index: Path, save: str) -> bool:
@@ -441,44 +405,33 @@ class TensorFiles(Saved):
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         stored = self._layout[key]
         first, at = (offsets[0], offsets[1:]) if stored.experts else (0, offsets)
-        for row, one in enumerate(block if stored.experts else [block]):
-            end = 0
-            for name in stored.names_of(first + row):
-                found = self._slice(key, name)
-                if not one.ndim:
-                    one.copy_(found[()])
-                    continue
-                begin, end = end, end + found.get_shape()[stored.dim]
-                here, size = at[stored.dim], one.shape[stored.dim]
-                low, high = max(begin, here), min(end, here + size)
-                if low < high:
-                    inside = [slice(start, start + length) for start, length in zip(at, one.shape, strict=True)]
-                    inside[stored.dim] = slice(low - begin, high - begin)
-                    one.narrow(stored.dim, low - here, high - low).copy_(found[tuple(inside)])
+        for expert, one in enumerate(block if stored.experts else [block], first):
+            parts, inside = [self._slice(key, name) for name in stored.names_of(expert)], stretch(at, one)
+            one.copy_(torch.cat([part[:] for part in parts], stored.dim)[inside] if parts[1:] else parts[0][inside])
 
 
 def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple[str, str], Any]:
     """Open safetensors files; returns that of each tensor, by part (empty: as our files' names say) and name."""
-    found: dict[tuple[str, str], Any] = {}
-    for file in files:
-        opened = _opened(folder / file)
-        found.update({(part or file.partition("-")[0], name): opened for name in opened.keys()})  # noqa: SIM118
-    return found
+    opened = {file: _opened(folder / file) for file in files}
+    return {(part or file.partition("-")[0], name): of for file, of in opened.items() for name in of.keys()}  # noqa: SIM118
 
 
-def read_folder(folder: Path, marker: Mapping[str, Any]) -> Saved:
-    """Return a verified folder, open for reading."""
-    numbers = json.loads((folder / f"numbers-{marker['save']}.json").read_text(), object_hook=_from_json)
+def opened(folder: Path, access: JointAccess) -> Saved:
+    """Open a folder for reading, of which this rank has compared its share of all checksums."""
+    marker = read_marker(folder)
+    _verify(folder, marker, access)
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
-    layout = {key: Stored(**stored) for key, stored in numbers["layout"].items()}
+    layout = {key: Stored(**stored) for key, stored in marker["layout"].items()}
     unnamed = set(files)
     for key, stored in layout.items():
         if not 0 <= stored.experts <= len(files):
             raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
         unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of())
-    layout |= {f"{part}.{name}": Stored((name,)) for part, name in unnamed}
-    saved = TensorFiles(str(folder), files, layout | {key: layout[other] for key, other in numbers["tied"].items()})
-    saved.optimizers, saved.balancer = numbers["optimizers"], numbers["balancer"]
+    saved = TensorFiles(str(folder), files, layout | {f"{part}.{name}": Stored((name,)) for part, name in unnamed})
+    states = [state for one in marker["optimizers"] for state in one["numbers"].items()]
+    saved.numbers = {f"{name}.{key}": value for name, of in states for key, value in of.items()}
+    saved.param_groups = [group for one in marker["optimizers"] for group in one["param_groups"]] or None
+    saved.balancer = marker["balancer"]
     return saved
 
 

@@ -16,19 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from ..utils.text import one_line
 from . import dcp, disk
-from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, TensorSpec, warn_of_left_out
+from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, TensorSpec, stretch, warn_of_left_out
 
 
 @torch.no_grad()
-def load(
-    folder: str | Path, model: nn.Module, optimizer: Given = None, *, key: str = "", warm_start: bool = True
-) -> None:
+def load(folder: str | Path, model: nn.Module, optimizer: Given = None, *, warm_start: bool = True) -> None:
     """Read what ``save``, ``async_save`` or plain DCP wrote, whatever placement, EP size or balancer it was saved with.
     Collective, between steps. Each rank reads its own experts, straight into the live tensors. Optimizer state is made
     where there is none yet, with the saved dtype; with ``optimizer=None`` it is not read. Names, shapes and options are
     checked before anything is written, and in our own format every byte. With DCP's a damaged file can leave a mixture,
-    and a folder from someone else can run their code. ``key``: under which the state was saved with DCP, when it was
-    one of several (``{"app": LogicalState(...)}``). ``warm_start``: migrate to the saved placement where EP size and
+    and a folder from someone else can run their code. ``warm_start``: migrate to the saved placement where EP size and
     slots are the same, and go on from the load that was saved with it.
     Raises CheckpointError: it is damaged, entries are missing, have no place in the model, or have other shapes;
     nothing is changed then."""
@@ -36,22 +33,18 @@ def load(
     view.refuse_freed("load", patient=True)
     wait(disk.last_save(view))
     access, path = JointAccess.of(view), Path(folder)
-    unchanged, marker = f"{folder} was not loaded, nothing is changed", None
-    if access.folder_has(path / disk.MARKER):
-        if key:
-            raise CheckpointError(f"{folder} has no keys, as DCP's checkpoints may have: leave out key={key!r}")
-        marker = access.together(unchanged, lambda: disk.verified(path, access))
+    ours = access.folder_has(path / disk.MARKER)
 
     def opened() -> tuple[Saved, Callable[[], None]]:
         try:
-            saved = disk.read_folder(path, marker) if marker is not None else dcp.FolderOfDCP(folder, view, key)
+            saved = disk.opened(path, access) if ours else dcp.FolderOfDCP(path, view)
             return saved, fitted(view, saved)
         except CheckpointError:
             raise
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{folder} cannot be used: {one_line(error, with_type=True)}") from error
 
-    saved, write = access.together(unchanged, opened)
+    saved, write = access.together(f"{folder} was not loaded, nothing is changed", opened)
     if warm_start:
         view.restore_placement(saved.balancer)
     access.together(f"{folder} was not loaded, the model is a mixture now", write)
@@ -76,15 +69,14 @@ def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[s
 class _InMemory(Saved):
     """What `logical_state_dict` gave."""
 
-    name, optimizers = "the state", ({"param_groups": [], "numbers": {}},)
+    name, param_groups = "the state", ()
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
-        self.tensors = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
+        self.tensors = {key: TensorSpec.of(tensor) for key, tensor in state.items()}
 
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        inside = tuple(slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True))
-        block.copy_(self._state[key][inside])
+        block.copy_(self._state[key][stretch(offsets, block)])
 
 
 # -- folders of the host's framework -----------------------------------------------------------------------------------
@@ -138,14 +130,16 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
     unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
     if unknown and not view.in_stages:
         raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
-    view.warn_of_registered(key.removeprefix("extra.") for key in saved.tensors if key.startswith("extra."))
+    if not view.in_stages:
+        left = {key.removeprefix("extra.") for key in saved.tensors.keys() - known.keys() if key.startswith("extra.")}
+        warn_of_left_out("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", left)
     states = _states(view, saved) if view.optimizers else {}
     of_states = [entry for name, state in states.items() for entry in view.state_entries(name, state)]
     for entry in (*known.values(), *of_states):
         size, shape = view.spec_of(entry).shape, tuple(saved.tensors[entry.key].shape)
         if shape != size:
             raise CheckpointError(f"{entry.key} has shape {shape} in {saved.name}, {size} in the model")
-    options = view.options_of([g for one in saved.optimizers for g in one["param_groups"]]) if view.optimizers else []
+    options = view.options_of(saved.param_groups or ()) if view.optimizers else []
 
     def write() -> None:
         saved.fill(view, [*view.entries(*parts), *of_states])
@@ -158,28 +152,22 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
 
 def _states(view: LogicalView, saved: Saved) -> dict[str, dict[str, Any]]:
     """The optimizer state to be of each parameter, with the tensors that it is read to."""
-    if not saved.optimizers:
+    if saved.param_groups is None:
         raise CheckpointError(f"{saved.name} has no optimizer: load it with optimizer=None")
     states: dict[str, dict[str, Any]] = {name: {} for group in view.param_groups for name in view.names_of(group)}
     left: set[str] = set()
-    for name, values in ((n, v) for optimizer in saved.optimizers for n, v in optimizer["numbers"].items()):
-        if name in states:
-            states[name].update(values)
-        elif name in view.parameters:
-            left.add(name)
-        elif not view.in_stages:
-            raise CheckpointError(f"{saved.name} has optimizer state of {name}, which is no parameter of the model")
-    for key in sorted(key for key in saved.tensors if key.startswith("optimizer.")):
-        name = own = key.removeprefix("optimizer.")
+    tensors = {key.removeprefix("optimizer."): of for key, of in saved.tensors.items() if key.startswith("optimizer.")}
+    for own, value in sorted({**saved.numbers, **tensors}.items()):
+        name = own
         while name and name not in view.parameters:  # state keys may have dots, so the longest parameter name counts
             name = name.rpartition(".")[0]
+        state = own[len(name) + 1 :]
         if name in states:
-            state = own[len(name) + 1 :]
-            states[name][state] = _state_tensor(view, name, state, saved.tensors[key])
+            states[name][state] = _state_tensor(view, name, state, value) if isinstance(value, TensorSpec) else value
         elif name:
             left.add(name)
         elif not view.in_stages:
-            raise CheckpointError(f"{key} in {saved.name} belongs to no parameter of the model")
+            raise CheckpointError(f"{saved.name} has optimizer state {own}, which is of no parameter of the model")
     warn_of_left_out("give the optimizer of %s, too: the checkpoint has its state, and it is left out", left)
     return states
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..balancer.balancer import Balancer
-from ..distributed.consensus import first_problem, gather_json
+from ..distributed.consensus import barrier, gather_json
 from ..moe.experts.optimizer_state import is_per_expert
 from ..moe.experts.registry import MARK
 from ..moe.experts.slices import columns, has_memory, keep_slices, local
@@ -42,6 +42,10 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +85,6 @@ class LogicalView:
 
     Raises:
         CheckpointError: the optimizer holds a tensor that is no parameter of the model.
-        TypeError: an entry of the list of optimizers is no optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
@@ -91,7 +94,8 @@ class LogicalView:
                 "the framework keeps each expert in tensors of its own and saves them by logical expert: use its own "
                 "checkpoints, and keep balancer.state_dict() with them"
             )
-        self.optimizers = _listed(optimizer)
+        given = [] if optimizer is None else optimizer
+        self.optimizers = list(given) if isinstance(given, Sequence) else [given]
         stage = self.model.__dict__.get("_eplb_runtime_stage")
         if stage is not None and stage.host.saves_itself:
             raise CheckpointError(f"this model is saved and loaded in logical order by {stage.host.saves_itself}")
@@ -135,8 +139,7 @@ class LogicalView:
 
     def experts_here(self, layer: int) -> list[int]:
         """The logical expert of each of this rank's rows."""
-        if self.balancer is None:
-            raise ValueError("the model is not attached, so no expert is spread")
+        assert self.balancer is not None
         return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
     @property
@@ -230,8 +233,8 @@ class LogicalView:
         """Write what `options_of` gave."""
         for live, new in zip(self.param_groups, options, strict=True):
             for option, value in new.items():
-                if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
-                    live[option].copy_(value)
+                if isinstance(live.get(option), Tensor) and value is not None:
+                    live[option].copy_(torch.as_tensor(value))
                 else:
                     live[option] = tuple(value) if isinstance(live.get(option), tuple) else value
 
@@ -244,24 +247,18 @@ class LogicalView:
         freed = (one.key for one in self.entries() if not has_memory(one.tensor))
         problem = of_experts or next((f"{key}: its memory is freed: load it first" for key in freed), "")
         problem = problem or (why_merged(self.model) if merged_too else "")
+        error = CheckpointError(f"{what}: {problem}") if problem else None
         if self.balancer is not None:
-            if not patient:
-                self.balancer.runtime.barrier(what)
-            runtime = self.balancer.runtime
-            problem = first_problem(problem, runtime.groups.everyone, runtime.device)
-        if problem:
-            raise CheckpointError(f"{what}: {problem}")
+            ranks, seconds = self.balancer.runtime.job.ranks, self.balancer.config.timeout_seconds
+            if cause := barrier(ranks, what, seconds, error, patient=patient):
+                raise CheckpointError(cause)
+        if error is not None:
+            raise error
 
     def weights_changed(self) -> None:
         """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
         if self.balancer is not None:
             self.balancer.weights_changed()
-
-    def warn_of_registered(self, saved: Iterable[str]) -> None:
-        """Name tensors that were registered when a checkpoint was saved, and are not now."""
-        if not self.in_stages:
-            left = set(saved) - {entry.name for entry in self.entries("extra")}
-            warn_of_left_out("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", left)
 
     def restore_placement(self, saved: Mapping[str, Any] | None) -> None:
         """Migrate to a saved placement if it fits. Collective."""
@@ -308,17 +305,6 @@ def why_merged(model: nn.Module) -> str:
     return ""
 
 
-def _listed(given: Given) -> list[torch.optim.Optimizer]:
-    if given is None:
-        return []
-    if not isinstance(given, Sequence):
-        return [given]
-    for number, one in enumerate(given):
-        if not isinstance(one, torch.optim.Optimizer):
-            raise TypeError(f"optimizer {number} of the list is a {type(one).__name__}: give optimizers of torch.optim")
-    return list(given)
-
-
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
     for module in model.modules():
         balancer = module.__dict__.get("_eplb_runtime_balancer")
@@ -339,10 +325,10 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
     ``optimizer``: the one that was attached, or the list of them; None: without their state."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("logical_state_dict", patient=True)
-    return {entry.key: _whole_on_cpu(view, entry) for entry in list(view.entries())}
+    return {entry.key: whole_on_cpu(view, entry) for entry in list(view.entries())}
 
 
-def _whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
+def whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
     """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
@@ -446,13 +432,15 @@ class Saved:
     Attributes:
         name: of messages.
         tensors: by the keys of `logical_state_dict`.
-        optimizers: param groups, and state that is no tensor by parameter (``"numbers"``), of each pipeline stage.
+        param_groups: of all optimizers; None: there is none.
+        numbers: optimizer state that is no tensor, by ``<parameter>.<state>``.
         balancer: `Balancer.state_dict`, or None.
     """
 
     name: str
     tensors: Mapping[str, TensorSpec]
-    optimizers: Sequence[Mapping[str, Any]] = ()
+    param_groups: Sequence[Mapping[str, Any]] | None = None
+    numbers: Mapping[str, Any] = MappingProxyType({})
     balancer: Mapping[str, Any] | None = None
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
@@ -464,3 +452,8 @@ class Saved:
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
         """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
         raise NotImplementedError
+
+
+def stretch(offsets: Sequence[int], block: Tensor) -> tuple[slice, ...]:
+    """Where a block is in the whole tensor."""
+    return tuple(slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-from pathlib import Path
 
 from .arguments import InputError, option, positive
 from .printing import print_json
@@ -19,7 +18,6 @@ from .printing import print_json
 OPTIONS = [
     option("job", "COMMAND", str, "what you type to train, after --", nargs="*"),
     option("--steps", "N", positive, "optimizer steps of each run (default: 12)", 12),
-    option("--keep", "FOLDER", Path, "keep records and output there"),
 ]
 STATUS = {"right": 0, "wrong": 1, "unknown": 3}
 
@@ -29,11 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.job:
         raise InputError("verify needs the command that trains: eplb-runtime verify -- torchrun ... train.py")
-    if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
-        raise InputError(f"--keep {arguments.keep}: the folder is not empty; name a new one")
     is_ours = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # which nohup sets
     for one in (signal.SIGTERM, signal.SIGHUP)[: 1 + is_ours]:  # the job ends, and its folder goes
         signal.signal(one, signal.default_int_handler)
-    report = verify_command(arguments.job, arguments.steps, arguments.keep)
+    report = verify_command(arguments.job, arguments.steps)
     print_json(report.to_dict()) if arguments.json else print(report)
     return STATUS[report.verdict]

@@ -1,16 +1,14 @@
-"""All agreements of ranks: gather, barrier, the first problem, extremes, equality, and a vote with a record.
+"""All agreements of ranks: gather, barrier, the first problem, equality, and a vote with a record.
 
 Each waits no longer than its deadline, or than its group's timeout where it is given none. Each answer is the same on
 every rank, and names the ranks that differ or have failed.
 
-`Agreement` compares and votes on the control group, in a number of steps that grows with the logarithm of the number of
-ranks. A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
+A vote alone is not enough: a rank may time out in it while the others finish. So the outcome is a record in the
 launcher's store, written by compare-and-set: the first word counts, and a rank that timed out writes "abort".
 
-`TABLE` says what a rank may do by itself, and from when on only the record decides. No rank can have counted "all yes"
-without this rank's yes: until it has said that, it may refuse alone. From then on it is in doubt. It may propose a
-word, but acts on what the record holds, however long that takes to hear. `tests/unit/distributed/test_ballot.py`
-explores the table exhaustively.
+No rank can have counted "all yes" without this rank's yes: until it has said that, it may refuse alone. From then on
+it is bound, until it hears of another's no: it may propose a word, but acts on what the record holds, however long that
+takes to hear. `tests/unit/distributed/test_ballot.py` explores all that can happen.
 """
 
 from __future__ import annotations
@@ -45,7 +43,6 @@ _STORE_SECONDS = 30.0
 _SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
 _CAUSE_BYTES = 240
-_LARGEST_WORD = 2**63 - 1
 _ALL, _NOT_COME, _CANNOT = "all", "not come ", "cannot "
 
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,9 +51,6 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
-
-
-# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
@@ -76,8 +70,7 @@ def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: floa
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
-    """Return how long collectives of this group wait by now. Messages between two ranks need it as an argument: their
-    default is what the group was made with."""
+    """Return how long collectives of this group wait by now; messages between two ranks need it as an argument."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
@@ -90,9 +83,6 @@ def close_connections(group: dist.ProcessGroup) -> None:
         elif group.size() > 1:
             # gloo closes all connections of a group when a wait on it expires.
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
-
-
-# -- gathering ---------------------------------------------------------------------------------------------------------
 
 
 def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -136,9 +126,6 @@ def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
     return rows.view(group.size(), -1)
 
 
-# -- problems, extremes, equality --------------------------------------------------------------------------------------
-
-
 def first_problem(
     problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
 ) -> str:
@@ -154,37 +141,22 @@ def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values
 
 
-def extremes(values: Tensor, group: dist.ProcessGroup, *, has_values: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the element-wise minimum and maximum over ranks that have values, in one all-reduce."""
-    both = torch.stack([values, -values])
-    if not has_values:
-        both.fill_(-_LARGEST_WORD if not values.is_floating_point() else -torch.inf)
-    highest, lowest = maxima(both, group)
-    return -lowest, highest
-
-
 def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]:
     """Return which of these ranks have another value than the first of them."""
     return [rank for rank in ranks if values[rank] != values[ranks[0]]]
 
 
+def differing(values: Mapping[int, Hashable], ranks: Sequence[int], what: str) -> str:
+    """Return a line that names those of these ranks that have another value than the first of them, or ""."""
+    odd = ", ".join(map(str, deviating(values, ranks)))
+    return odd and f"rank {odd} has another {what} than rank {ranks[0]}"
+
+
 def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
     """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
-    rows = gather_rows(torch.frombuffer(bytearray(digest), dtype=torch.uint8), group).tolist()
     ranks = dist.get_process_group_ranks(group)
-    digests = {rank: bytes(row) for rank, row in zip(ranks, rows, strict=True)}
-    for together in [ranks] if sets is None else sets:
-        if odd := deviating(digests, together):
-            return has_another(odd, what, together[0])
-    return ""
-
-
-def has_another(odd: Sequence[int], what: str, first: int) -> str:
-    """Return a line that names the ranks that differ."""
-    return f"rank {', '.join(map(str, odd))} has another {what} than rank {first}"
-
-
-# -- meetings in the store ---------------------------------------------------------------------------------------------
+    digests = dict(zip(ranks, gather_bytes(digest, group), strict=True))
+    return next(filter(None, (differing(digests, together, what) for together in sets or [ranks])), "")
 
 
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
@@ -206,9 +178,8 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
     """Return why ranks that meet cannot go on ("": they can), and whether a rank did not come ``what`` in so many
     seconds. The first word of any rank decides, so that all hear the same."""
     if not store.wait(key, seconds):
-        store.compare_set(
-            key, f"{_NOT_COME}rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
-        )
+        late = f"rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
+        store.compare_set(key, _NOT_COME + late)
     word = store.word_of(key)
     return word.removeprefix(_ALL).removeprefix(_NOT_COME).removeprefix(_CANNOT), word.startswith(_NOT_COME)
 
@@ -216,38 +187,28 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
 def barrier(
     everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
 ) -> str:
-    """Wait for these ranks, by way of the launcher's store; no group is needed.
+    """Wait for these ranks, by way of the launcher's store; no group is needed. Returns why another rank cannot go on,
+    in a line that names it; "" if all can. Raises RuntimeError: a rank did not come, or the store does not answer.
 
     A rank that gave up alone would leave the others in the making of groups, and its next call would meet their first.
 
     Args:
         what: the call, by name.
-        problem: why this rank cannot go on; None: it can. One that was interrupted waits for no rank.
+        problem: why this rank cannot go on, raised as it is; one that was interrupted waits for no rank.
         patient: after ten seconds or the timeout only warn, on the first rank that has come, and wait as long as the
             host's process group does: ranks that load models may come at very different times.
-
-    Returns:
-        Why another rank cannot go on, in a line that names it; empty if all can.
-
-    Raises:
-        BaseException: this rank's own problem, as it is.
-        RuntimeError: a rank did not come within the timeout, or the store does not answer.
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
     store = JobStore(world, base, max(seconds, SETUP_SECONDS if patient else _STORE_SECONDS))
-    try:
-        while True:
-            call = store.add(f"calls of {rank}", 1)
-            # Skip calls that the other ranks have already given up on; they are to come again.
-            if not store.word_of(key := str(call)).startswith(_NOT_COME):
-                break
-        said = ""
-        if problem is not None:
-            text = str(problem) if isinstance(problem, Exception) else one_line(problem, with_type=True)
-            said = f"rank {rank}: {text}"
-        arrive(store, key, everyone, rank, said)
-        if problem is not None and not isinstance(problem, Exception):
+    with contextlib.closing(store):
+        key = _NOT_COME  # Skip calls that the other ranks have already given up on; they are to come again.
+        while key == _NOT_COME or store.word_of(key).startswith(_NOT_COME):
+            key = str(call := store.add(f"calls of {rank}", 1))
+        is_error = isinstance(problem, Exception)
+        said = "" if problem is None else str(problem) if is_error else one_line(problem, with_type=True)
+        arrive(store, key, everyone, rank, said and f"rank {rank}: {said}")
+        if problem is not None and not is_error:
             raise problem
         if patient and not store.wait(key, soon := min(seconds, _SOON_SECONDS)):
             if rank == next(one for one in everyone if store.word_of(f"{key}/{one}")):
@@ -260,14 +221,9 @@ def barrier(
         if not_come:
             raise RuntimeError(f"{cause}: it is collective: call it on every rank")
         before = str(call - 1)  # all are here, and past it
-        for name in (f"{before}/{rank}", *((before, f"{before}/here", f"{before}/problem") * (rank == everyone[0]))):
-            store.delete(name)
+        of_all = (before, f"{before}/here", f"{before}/problem") if rank == everyone[0] else ()
+        store.delete(f"{before}/{rank}", *of_all)
         return cause
-    finally:
-        store.close()
-
-
-# -- one rank's part in one decision -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -282,50 +238,6 @@ class Verdict:
     kind: str = ""
 
 
-class State(Enum):
-    """How far a rank is with a decision."""
-
-    OPEN = "has said nothing"
-    DOUBT = "has said yes, and does not know what became of it"
-    COMMITTED = "commits"
-    ABORTED = "does not commit"
-
-
-class VoteEvent(Enum):
-    """Events that a rank with a decision may meet."""
-
-    VOTE = "nothing is wrong here: it is about to say yes"
-    REFUSE = "something is wrong here, or training cannot wait"
-    ALL_YES = "it has counted what all have said: yes"
-    A_NO = "it has counted what all have said: a rank said no"
-    LOST = "the count did not finish"
-    COMMIT = "the record holds commit"
-    ABORT = "the record holds abort"
-    SILENCE = "the record does not answer"
-
-
-_S, _H = State, VoteEvent
-_ALONE, _PROPOSES = False, True
-
-TABLE: Mapping[tuple[State, VoteEvent], tuple[State, bool]] = {
-    (_S.OPEN, _H.VOTE): (_S.DOUBT, _ALONE),
-    (_S.OPEN, _H.REFUSE): (_S.ABORTED, _PROPOSES),
-    (_S.DOUBT, _H.ALL_YES): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.A_NO): (_S.ABORTED, _PROPOSES),
-    (_S.DOUBT, _H.LOST): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.REFUSE): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.SILENCE): (_S.DOUBT, _PROPOSES),
-    (_S.DOUBT, _H.COMMIT): (_S.COMMITTED, _ALONE),
-    (_S.DOUBT, _H.ABORT): (_S.ABORTED, _ALONE),
-    (_S.ABORTED, _H.A_NO): (_S.ABORTED, _PROPOSES),
-    (_S.ABORTED, _H.LOST): (_S.ABORTED, _PROPOSES),
-}
-"""The state that follows, and whether the rank proposes a word for the record and asks which one it holds. A pair that
-is not in it changes nothing: what is decided stays so."""
-
-DECIDED = (State.COMMITTED, State.ABORTED)
-
-
 class Ballot:
     """One rank's part in one decision. Two threads may use it at once, one that votes and one that cannot wait.
 
@@ -333,43 +245,38 @@ class Ballot:
         key: names the decision; new for each, equal on every rank.
 
     Attributes:
-        refusal: why this rank has said no before it had said yes; empty: it has not.
+        refusal: why this rank has said no; empty: it has not.
+        bound: whether this rank has said yes and knows of no rank's no: only the record decides then.
         verdict: the recorded decision of all ranks, in their common words; None: not known here yet.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.refusal = ""
-        self.state = State.OPEN
+        self.refusal, self.bound = "", False
         self.verdict: Verdict | None = None
         self._changed = threading.Condition()
 
-    def hear(self, heard: VoteEvent, verdict: Verdict) -> bool:
-        """Take a step of the table, with what the record holds, or else what this rank says from here on. Returns
-        whether to propose a word for the record."""
+    def say(self, problem: str) -> None:
+        """Say no, or yes (""); the first word stands."""
         with self._changed:
-            before = self.state
-            self.state, proposes = TABLE.get((before, heard), (before, False))
-            if before is State.OPEN and self.state is State.ABORTED:
-                self.refusal = verdict.cause
-            if self.verdict is not None:
-                return False
-            if self.state is State.ABORTED and heard is VoteEvent.COMMIT:
-                raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
-            if heard in (VoteEvent.COMMIT, VoteEvent.ABORT, VoteEvent.SILENCE) and self.state in DECIDED:
-                # No answer after a refusal: no rank commits, but some may not know yet.
-                broken = verdict.connections_broken or heard is VoteEvent.SILENCE
-                self.verdict = replace(verdict, commit=self.state is State.COMMITTED, connections_broken=broken)
-            self._changed.notify_all()
-            return proposes
+            if not problem:
+                self.bound = not self.refusal
+            elif not self.bound:
+                self.refusal = self.refusal or problem
+
+    def settle(self, verdict: Verdict) -> None:
+        """Take what the record holds, or what a rank that is not bound does without; the first verdict stands."""
+        with self._changed:
+            if self.verdict is None:
+                if verdict.commit and not self.bound:
+                    raise RuntimeError(f"the record of {self.key} holds a commit that this rank has refused")
+                self.verdict, self.bound = verdict, verdict.commit
+                self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Return whether it is known what all ranks do, by now or soon."""
         with self._changed:
             return self._changed.wait_for(lambda: self.verdict is not None, seconds)
-
-
-# -- named points of the protocol --------------------------------------------------------------------------------------
 
 
 class Phase(Enum):
@@ -399,9 +306,6 @@ def unobserved(phase: Phase, subject: Any) -> None:
     """Looks at nothing."""
 
 
-# -- comparing and voting on the control group -------------------------------------------------------------------------
-
-
 class InDoubt(RuntimeError):
     """This rank has said yes to a decision, and cannot learn its outcome any more."""
 
@@ -413,12 +317,8 @@ class Agreement:
     def __init__(
         self, control: dist.ProcessGroup, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
     ) -> None:
-        self._most_seconds = most_seconds
-        self._control = control
-        self._rank = control.rank()
-        self._ranks = dist.get_process_group_ranks(control)
-        self._store = store
-        self._probe = probe
+        self._control, self._store, self._probe, self._most_seconds = control, store, probe, most_seconds
+        self._rank, self._ranks = control.rank(), dist.get_process_group_ranks(control)
 
     def close(self) -> None:
         """Let go of the group, whose threads and connections go with the last who holds it."""
@@ -448,12 +348,11 @@ class Agreement:
         """Return the words of all ranks, equally long, by rank; and the problem of the first rank that has one, ""
         where none has."""
         said = word + problem.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
-        rows = self.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), seconds).numpy()
-        first = ""
-        for rank, row in zip(reversed(self._ranks), rows[::-1], strict=True):
-            if text := row[len(word) :].tobytes().rstrip(b"\0"):
-                first = f"rank {rank}: {text.decode(errors='replace')}"
-        return {rank: row[: len(word)].tobytes() for rank, row in zip(self._ranks, rows, strict=True)}, first
+        gathered = self.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), seconds).numpy()
+        rows = {rank: row.tobytes() for rank, row in zip(self._ranks, gathered, strict=True)}
+        texts = ((rank, row[len(word) :].rstrip(b"\0").decode(errors="replace")) for rank, row in rows.items())
+        first = next((f"rank {rank}: {text}" for rank, text in texts if text), "")
+        return {rank: row[: len(word)] for rank, row in rows.items()}, first
 
     def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
         """Compare 16 bytes of every rank (zeros: it has none), and tell every rank of a problem."""
@@ -463,8 +362,7 @@ class Agreement:
             return Verdict(False, f"the ranks could not compare their {what}: {one_line(error)}", True)
         if not cause and (none := [rank for rank in self._ranks if not any(digests[rank])]):
             cause = f"no {what} on rank {', '.join(map(str, none))}"
-        if not cause and (odd := deviating(digests, self._ranks)):
-            cause = has_another(odd, what, self._ranks[0])
+        cause = cause or differing(digests, self._ranks, what)
         return Verdict(not cause, cause)
 
     def go_on(self, problem: str, stops: bool, seconds: float) -> str:
@@ -484,40 +382,43 @@ class Agreement:
             return self.refuse(ballot, Verdict(False, problem, True), votes=False)
         if not problem and self._store.silent:
             problem = "the launcher's store does not answer"
-        ballot.hear(VoteEvent.REFUSE if problem else VoteEvent.VOTE, Verdict(False, problem))
+        ballot.say(problem)
         try:
             _, cause = self.gather_words(b"", ballot.refusal)
-            counted = Verdict(not cause, cause)
-            self._probe(Phase.VOTED, counted)
-            heard = VoteEvent.A_NO if cause else VoteEvent.ALL_YES
+            verdict = Verdict(not cause, cause)
+            self._probe(Phase.VOTED, verdict)
+            if cause:
+                ballot.bound = False
         except Exception as error:
-            heard, counted = VoteEvent.LOST, Verdict(False, f"the vote did not finish: {one_line(error)}", True)
-        return self._follow(ballot, heard, counted)
+            verdict = Verdict(False, f"the vote did not finish: {one_line(error)}", True)
+        return self._follow(ballot, verdict)
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
         """Say no. A rank that has said yes already can only propose that, and follows what all come to. ``votes``:
         False: take no part in the vote; ranks that wait for this one's word there come back at once."""
+        ballot.say(verdict.cause or "no")
         try:
-            return self._follow(ballot, VoteEvent.REFUSE, verdict)
+            return self._follow(ballot, verdict)
         finally:
             if not votes:
                 close_connections(self._control)
 
-    def _follow(self, ballot: Ballot, heard: VoteEvent, verdict: Verdict) -> Verdict:
-        """Do what the table says until it is known what all ranks do."""
-        began, proposes = time.monotonic(), ballot.hear(heard, verdict)
+    def _follow(self, ballot: Ballot, verdict: Verdict) -> Verdict:
+        """Propose a verdict for the record, and return the one that it holds. A rank that is not bound does without an
+        answer: no rank commits then, but some may not know yet."""
+        began, warn = time.monotonic(), logger.warning
         while ballot.verdict is None:
-            if proposes:
-                try:
-                    answer = self._first_word(ballot.key, verdict, patient=ballot.state is State.DOUBT)
-                    proposes = ballot.hear(VoteEvent.COMMIT if answer.commit else VoteEvent.ABORT, answer)
-                    continue
-                except StoreError as error:
-                    proposes = ballot.hear(VoteEvent.SILENCE, replace(verdict, cause=verdict.cause or one_line(error)))
-                    logger.warning("%s; it is asked for what became of a migration", one_line(error))
-            # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
-            if not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
-                raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it")
+            try:
+                ballot.settle(self._first_word(ballot.key, verdict))
+            except StoreError as error:
+                warn("%s; it is asked for what became of a migration", one_line(error))
+                warn = logger.debug  # the next answer comes when the store has given the one before
+                if not ballot.bound:
+                    own = replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
+                    ballot.settle(replace(own, commit=False))
+                # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
+                elif not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
+                    raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it") from None
         return ballot.verdict
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
@@ -529,6 +430,5 @@ class Agreement:
             logger.error("%s; this rank follows its own vote", one_line(error))
             return replace(verdict, cause=verdict.cause or one_line(error), connections_broken=True)
 
-    def _first_word(self, key: str, verdict: Verdict, patient: bool = False) -> Verdict:
-        proposed = json.dumps(astuple(verdict))
-        return Verdict(*json.loads(self._store.compare_set(key, proposed, patient=patient, passing=True)))
+    def _first_word(self, key: str, verdict: Verdict) -> Verdict:
+        return Verdict(*json.loads(self._store.compare_set(key, json.dumps(astuple(verdict)), passing=True)))

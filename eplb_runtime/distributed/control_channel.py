@@ -1,16 +1,14 @@
 """One rank's channel to the others: work on the control group, one thing after another on a thread of its own, and new
 connections after a failure. What is done in it is collective, in the same order on every rank.
 
-New control and migration groups are made by all ranks at the end of one step. The ranks agree by words in the
-launcher's store under ``connections/N/``, N the attempt. The first word of a key decides, the same for all ranks. A
-rank whose connections are whole asks the store nothing.
+New control and migration groups are made by all ranks at the end of one step, agreed on by words in the launcher's
+store under ``connections/N/``, N the attempt. A rank whose connections are whole asks the store nothing.
 
 1. A rank that lost the others closes its old connections, so that the others fail in their next decision, and adds one
    to ``here``. Training goes on.
-2. When all ranks are in ``here``, one writes into ``step`` the boundary at which they meet, a few ahead. Ranks that
-   train together are at most one boundary apart, so all read it before they come there.
-3. At that boundary all ranks meet in ``go``. Then they make the groups and the transport, and meet in ``hold``: all use
-   the new groups, or none does.
+2. When all ranks are in ``here``, the first word of ``step`` is the boundary at which they meet, a few ahead. Ranks
+   that train together are at most one boundary apart, so all read it before they come there.
+3. There all ranks meet in ``go``, make the groups and the transport, and meet in ``hold``: all use them, or none does.
 
 After an attempt in vain the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
 """
@@ -27,7 +25,7 @@ import torch.distributed as dist
 
 from ..utils.text import one_line
 from ..utils.worker import Worker
-from .consensus import Agreement, Phase, Probe, Verdict, arrive, close_connections, outcome_of, unobserved
+from .consensus import Agreement, Phase, Probe, Verdict, arrive, close_connections, outcome_of
 from .process_groups import ProcessGroups, host_timeout
 from .store import StoreError
 from .transports.base import Transport
@@ -38,8 +36,6 @@ Work = Callable[[dist.ProcessGroup, Agreement], T]
 """Work on the control group, given that group and the agreement over it."""
 MakeTransport = Callable[[dist.ProcessGroup, float], Transport]
 """Makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where it fails."""
-Link = tuple[Transport, list[dist.ProcessGroup]]
-"""A transport of experts on new groups, which are taken over; and the groups before them, to be given back."""
 
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""
@@ -58,24 +54,25 @@ class ControlChannel:
     Attributes:
         worker: its thread, on which ``begin`` is called first.
         agreement: comparisons of ranks on the control group of now.
-        reconnection: new connections; the old ones are not to be used while it is under way.
+        reconnecting: whether the old connections are not to be used any more, and no new ones hold yet.
+        tries: attempts since the connections broke.
     """
 
     def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, begin: Callable[[], None], probe: Probe):
-        self._groups = groups
-        self._probe = probe
+        self._groups, self._make_transport, self._probe = groups, make_transport, probe
         self._seconds = groups.timeout_seconds
+        self._attempt, self._here = 1, 0
+        self.reconnecting, self.tries = False, 0
         self.worker = Worker("eplb_runtime", begin)
-        self.reconnection = Reconnection(groups, make_transport, probe)
         self.agreement = self._new_agreement()
 
     def _new_agreement(self) -> Agreement:
-        groups = self._groups
-        return Agreement(groups.control, groups.store, self._probe, host_timeout(groups.backend).total_seconds())
+        groups, seconds = self._groups, host_timeout(self._groups.backend).total_seconds()
+        return Agreement(groups.control, groups.store, self._probe, seconds)
 
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""
-        if self.reconnection.under_way:
+        if self.reconnecting:
             raise ConnectionLost(
                 f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
             )
@@ -128,51 +125,25 @@ class ControlChannel:
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue a small collective on the control group, without waiting for it."""
-        if not self.reconnection.under_way and not self.worker.closed:
+        if not self.reconnecting and not self.worker.closed:
             self.submit(lambda _, agreement: notice(agreement))
 
-    def reconnect(self, boundary: int) -> Link | None:
-        """Use new connections if all ranks meet at this boundary; None: there are none yet."""
-        if (link := self.reconnection.at_boundary(boundary)) is not None:
-            self.agreement = self._new_agreement()
-        return link
-
-
-class Reconnection:
-    """One rank's part in making new connections.
-
-    Attributes:
-        under_way: whether the old connections are not to be used any more, and no new ones hold yet.
-        tries: attempts since the connections broke.
-    """
-
-    def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, probe: Probe = unobserved) -> None:
-        self._groups, self._make_transport, self._probe = groups, make_transport, probe
-        self._attempt, self._here, self._said = 1, 0, ""
-        self.under_way = False
-        self.tries = 0
-
-    def begin(self) -> None:
-        """Begin after the connections broke."""
-        if not self.under_way:
-            self.under_way, self.tries, self._said = True, 0, ""
+    def begin_reconnecting(self) -> None:
+        """Close the connections, which broke, and ask at each boundary from here on whether there are new ones."""
+        if not self.reconnecting:
+            self.reconnecting, self.tries = True, 0
             self._groups.close_connections()
 
-    def at_boundary(self, boundary: int) -> Link | None:
-        """Return what holds from here on, at the same boundary since attach on all ranks, or None: nothing yet."""
-        if not self.under_way or self.tries > MOST_TRIES:
+    def reconnect(self, boundary: int) -> Transport | None:
+        """Return a transport on new groups, used from here on, if all ranks meet at this boundary; None: not yet. The
+        groups before them are to be given back (`ProcessGroups.release_unused`)."""
+        if not self.reconnecting or self.tries > MOST_TRIES:
             return None
         try:
-            step = self._step_of_meeting(boundary)
-            if boundary == step:
-                return self._connect()
-            for word in ("go", "hold") if step is not None and boundary > step else ():
-                self._groups.store.compare_set(self._key(word), f"rank {self._groups.job.rank} had passed the step")
-        except StoreError as error:
-            if str(error) != self._said:  # a store that is gone is so at every boundary
-                logger.info("the ranks could not connect yet: %s", error)
-            self._said = str(error)
-        return None
+            return self._connect() if boundary == self._step_of_meeting(boundary) else None
+        except StoreError as error:  # it is asked again at the next boundary
+            logger.debug("the ranks could not connect yet: %s", error)
+            return None
 
     def _key(self, word: str) -> str:
         return f"connections/{self._attempt}/{word}"
@@ -193,18 +164,18 @@ class Reconnection:
             return None
         return int(store.compare_set(self._key("step"), str(boundary + LEAD_STEPS)))
 
-    def _connect(self) -> Link | None:
+    def _connect(self) -> Transport | None:
         """Meet the others, make groups and the transport, and take them over if all ranks could."""
         # On a busy machine no try would be through in a short timeout: each has more time than the one before.
-        seconds = min(self._groups.setup_seconds, self._groups.timeout_seconds * self.tries)
+        groups, problem = self._groups, ""
+        seconds = min(groups.setup_seconds, groups.timeout_seconds * self.tries)
         with ExitStack() as undo:
-            problem = ""
             if cause := self._meet("go", "", seconds):
-                self._groups.store.compare_set(self._key("hold"), cause)
+                groups.store.compare_set(self._key("hold"), cause)
             else:
+                undo.callback(groups.release_unused)
                 try:
-                    made = self._groups.make_again(self._attempt, seconds)
-                    undo.callback(self._groups.release, *made)
+                    made = groups.make_again(self._attempt, seconds)
                     transport = self._make_transport(made[1], seconds)
                     undo.callback(transport.close)
                     self._probe(Phase.CONNECTED, self._attempt)
@@ -212,14 +183,14 @@ class Reconnection:
                     problem = one_line(error, with_type=True)
                 if not (cause := self._meet("hold", problem, 3 * seconds)):
                     undo.pop_all()
-                    self.under_way = False
-                    return transport, self._groups.take_over(made)
+                    groups.take_over(made)
+                    self.reconnecting, self.agreement = False, self._new_agreement()
+                    return transport
         logger.info("the ranks could not connect: %s", cause)
         return None
 
     def _meet(self, word: str, problem: str, seconds: float) -> str:
         """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
-        store, job = self._groups.store, self._groups.job
-        said = problem and f"rank {job.rank}: {problem}"
-        arrive(store, self._key(word), job.ranks, job.rank, said)
-        return outcome_of(store, self._key(word), job.ranks, seconds)[0]
+        store, job, key = self._groups.store, self._groups.job, self._key(word)
+        arrive(store, key, job.ranks, job.rank, problem and f"rank {job.rank}: {problem}")
+        return outcome_of(store, key, job.ranks, seconds)[0]

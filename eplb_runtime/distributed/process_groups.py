@@ -2,10 +2,7 @@
 
 `torch.distributed.new_group` counts the groups of a process to name the next one. A rank that fails in it alone would
 give the host's later groups other names than the other ranks do. torch's functions and profilers know the groups made
-here; the names that torch counts do not.
-
-A timeout on gloo closes the connections of the group it happened on, and no other. `Reconnection` makes control and
-migration again at a step boundary, so that one slow moment does not end balancing for ever.
+here; the names that torch counts do not. A timeout on gloo closes the connections of the group it happened on alone.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ logger = logging.getLogger("eplb_runtime")
 ACCOUNT_SECONDS = 10.0
 """A rank that has lost the others at attach waits so long for the one that says why."""
 _ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "given no answer", "timed out"
-_AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins")
+_AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins", "migration")
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
@@ -58,6 +55,9 @@ def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: 
     return cached_property(made)
 
 
+Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
 class ProcessGroups:
     """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place.
 
@@ -69,30 +69,16 @@ class ProcessGroups:
         stage_layers: MoE layers of each stage that is here, in the order of ``ranks.stages``.
         device: where the model is.
         timeout_seconds: for control and migration, from `finalize` on; the others keep the host's default.
-        only_control: make ``control`` alone, for ranks that compare what they have and exchange nothing.
 
     Attributes:
         control: gloo, all ranks of the job: counts, plans, votes. Made again after a failure.
-        migration: the device's backend, `Job.migration_ranks`, in the order of the rows: experts on their way. Made
-            again with ``control``.
         store: the launcher's, under a name that no other balancer has.
-        timeout_seconds: as given.
         setup_seconds: for each step until `finalize`, making these groups among them.
 
-    Raises:
-        GroupError: the ranks contradict each other, or one cannot go on; on all of them.
-        RuntimeError: as `explain` gives it.
+    Raises GroupError on all ranks: they contradict each other, or one cannot go on.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        stage_layers: Sequence[int],
-        device: torch.device,
-        timeout_seconds: float,
-        *,
-        only_control: bool = False,
-    ) -> None:
+    def __init__(self, ranks: Ranks, stage_layers: Sequence[int], device: torch.device, timeout_seconds: float) -> None:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
         self.timeout_seconds = timeout_seconds
@@ -112,10 +98,6 @@ class ProcessGroups:
             _allow_open_files()
             self.control = self._new([self._members], "control", "gloo", self.setup_seconds)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
-            if not only_control:
-                for purpose in _AT_ATTACH:
-                    getattr(self, purpose)
-                self.migration = self._new(self.job.migration_sets, "migration", self.backend, self.setup_seconds)
         except BaseException as error:
             cause = self.explain(error)
             self.close()
@@ -123,12 +105,17 @@ class ProcessGroups:
                 raise GroupError(cause) from error
             raise
 
+    def make(self) -> None:
+        """Make what a model and its migrations need, and ranks that only compare do without. Collective."""
+        for purpose in _AT_ATTACH:
+            getattr(self, purpose)
+
     def explain(self, error: BaseException) -> str:
         """Tell the others that setting up has failed here; returns why it did on all ranks, in a line, or "": by this
         rank's own error."""
         store, rank, own = self.store, dist.get_rank(), not _is_echo(error)
+        said = f"rank {rank} failed at attach: {one_line(error, with_type=True)}" if own else ""
         try:
-            said = f"rank {rank} failed at attach: {one_line(error, with_type=True)}" if own else ""
             arrive(store, "failed", self._members, rank, said)
             for group in self._made:  # others wait for this rank
                 if group.name() == "gloo":
@@ -143,28 +130,23 @@ class ProcessGroups:
     def finalize(self) -> None:
         """All is set up: from here on, control and migration have the balancer's timeout."""
         for group in (self.control, self.migration):
-            _give_time(group, self.timeout_seconds)
+            if group.name() == "gloo":  # others have no such wait
+                group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self.timeout_seconds))
 
-    # -- connections made again ----------------------------------------------------------------------------------------
+    def make_again(self, attempt: int, seconds: float) -> Pair:
+        """Return other control and migration groups, not used until `take_over`. Collective."""
+        control = self._new([self.job.ranks], f"control {attempt}", "gloo", seconds)
+        return control, self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds)
 
-    def make_again(self, attempt: int, seconds: float) -> list[dist.ProcessGroup]:
-        """Make other control and migration groups, which are not used until `take_over`. Collective."""
-        made = list[dist.ProcessGroup]()
-        try:
-            made.append(self._new([self.job.ranks], f"control {attempt}", "gloo", seconds))
-            made.append(self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds))
-        except BaseException:
-            self.release(*made)
-            raise
-        for group in made:
-            _give_time(group, self.timeout_seconds)
-        return made
-
-    def take_over(self, made: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-        """Use these groups from now on. Returns those before them, for `release`."""
-        before = [self.control, self.migration]
+    def take_over(self, made: Pair) -> None:
+        """Use these groups from now on; those before them wait for `release_unused`."""
         self.control, self.migration = made
-        return before
+        self.finalize()
+
+    def release_unused(self) -> None:
+        """Give back the control and migration groups that are not used any more, or not yet."""
+        again = [one for one in self._made if one.group_desc.split()[-1] in ("control", "migration")]
+        self.release(*(one for one in again if one is not self.control and one is not self.migration))
 
     def close_connections(self) -> None:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
@@ -193,13 +175,18 @@ class ProcessGroups:
     """Ranks that have the same part of the homes of an EP rank; None: it is this one."""
 
     @cached_property
+    def migration(self) -> dist.ProcessGroup:
+        """`Job.migration_ranks`, in the order of the rows: experts on their way. Made again with ``control``."""
+        return self._new(self.job.migration_sets, "migration", self.backend, self.setup_seconds)
+
+    @cached_property
     def counts(self) -> dist.ProcessGroup:
         """One EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo, which ends the process where
         messages that meet differ in size, as those of a forward and a backward would."""
         return self._new(self.job.ep_sets, "counts") if self.backend == "gloo" else self.dispatch
 
     @cached_property
-    def second_channel(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def second_channel(self) -> Pair:
         """``dispatch`` and ``counts`` once more, for a second batch at once."""
         dispatch = self._new(self.job.ep_sets, "dispatch 2")
         return dispatch, self._new(self.job.ep_sets, "counts 2") if self.backend == "gloo" else dispatch
@@ -210,21 +197,11 @@ class ProcessGroups:
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "node", "gloo")
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def go_with(self, models: Sequence[nn.Module]) -> None:
-        """Note when the last of these models is gone, for `release_dropped`: a closed model still computes with some
-        groups. Nothing ends where the collector runs, which is on any thread and in the middle of anything.
-        """
-        here = [True for _ in models]
-
-        def gone() -> None:
-            here.pop()
-            if not here:
-                _dropped.append(self)
-
-        for model in models:
-            weakref.finalize(model, gone).atexit = False
+        """Leave the groups to `release_dropped` once the last of these models is gone: a closed model still computes
+        with some. Nothing ends where the collector runs, which is on any thread and in the middle of anything."""
+        self._models = [weakref.ref(model) for model in models]
+        _in_use.append(self)
 
     def close_balancing(self) -> None:
         """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
@@ -236,8 +213,6 @@ class ProcessGroups:
         """Give back all of them."""
         self.release(*self._made)
         self.close_balancing()
-
-    # -- making and giving back ----------------------------------------------------------------------------------------
 
     def _new(
         self, sets: Sequence[Sequence[int]], purpose: str, backend: str = "", seconds: float | None = None
@@ -278,24 +253,20 @@ class ProcessGroups:
                 logger.debug("a process group could not be ended: %s", error)
 
 
-_dropped: list[ProcessGroups] = []
-"""Those whose models are gone."""
+_in_use: list[ProcessGroups] = []
 
 
 def release_dropped() -> None:
     """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
     launched: to end a communicator is each rank's own act, and one that another rank uses would fail there."""
-    while _dropped:
-        groups = _dropped.pop(0)
+    for groups in [one for one in _in_use if all(model() is None for model in one._models)]:
+        _in_use.remove(groups)
         if hasattr(groups, "control"):
             logger.warning(
                 "a balanced model was let go of without balancer.close(): its groups, threads and communicators stayed "
                 "until now; call close() on all ranks before you drop a model"
             )
         groups.close()
-
-
-# -- one group ---------------------------------------------------------------------------------------------------------
 
 
 class _Names(dict[dist.ProcessGroup, Any]):
@@ -317,14 +288,9 @@ def make_group(
     description: str,
     calls: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Make a group of these ranks, each of which calls it with the same new name, in any order with other calls.
-
-    Args:
-        backend: ``gloo`` or ``nccl``.
-        making: most time for making it.
-        calls: most time for a call, after which NCCL's watchdog ends the process. None: as for making, and who waits on
-            it has a deadline of its own, before which NCCL's watchdog does nothing.
-    """
+    """Make a gloo or NCCL group of these ranks, each of which calls it with the same new name, in any order with other
+    calls. ``making``: most time for it. ``calls``: most time for a call, after which NCCL's watchdog ends the process;
+    None: who waits on it has a deadline of its own, before which the watchdog does nothing."""
     place = list(ranks).index(rank)
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))
@@ -382,22 +348,13 @@ def forget_group(group: dist.ProcessGroup) -> None:
     known.pg_group_ranks.pop(group, None)
 
 
-def _give_time(group: dist.ProcessGroup, seconds: float) -> None:
-    """Set how long collectives of a gloo group wait from here on. Other backends have no such wait."""
-    if group.name() == "gloo":
-        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
-
-
 def host_timeout(backend: str) -> timedelta:
     """How long the host lets its own process group of this backend wait (``init_process_group(timeout=...)``)."""
-    group: Any = dist.distributed_c10d._get_default_group()
-    for part in dist.get_backend_config().split(","):
-        device, _, name = part.partition(":")
-        if name == backend:
-            options = getattr(group._get_backend(torch.device(device)), "options", None)
-            timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
-            return timeout
-    return dist.distributed_c10d.default_pg_timeout
+    timeout: timedelta = dist.distributed_c10d.default_pg_timeout
+    with contextlib.suppress(RuntimeError, AttributeError):  # the host has none, or one without options
+        group: Any = dist.distributed_c10d._get_default_group()
+        timeout = group._get_backend(torch.device("cpu" if backend == "gloo" else "cuda")).options._timeout
+    return timeout
 
 
 def backend_for(device: torch.device) -> str:
@@ -415,11 +372,10 @@ def backend_for(device: torch.device) -> str:
 
 def _is_echo(error: BaseException | None) -> bool:
     """Return whether an error only says that another rank did not come, or has gone."""
-    while error is not None:
-        if isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(s in str(error) for s in _ECHOES):
-            return True
-        error = error.__cause__
-    return False
+    if error is None:
+        return False
+    echoes = isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(s in str(error) for s in _ECHOES)
+    return echoes or _is_echo(error.__cause__)
 
 
 def _allow_open_files() -> None:

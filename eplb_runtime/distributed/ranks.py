@@ -124,8 +124,6 @@ class Job:
         """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
         return self.divided_rows or 1
 
-    # -- sets of ranks, for all of the job -----------------------------------------------------------------------------
-
     @property
     def job_sets(self) -> Sets:
         return [self.ranks]
@@ -163,8 +161,6 @@ class Job:
         same stages, the EDP ranks of the first EP rank first."""
         return self._whole_stages if self.divided_state else self.row_sets
 
-    # -- those with this rank, and its place among them ----------------------------------------------------------------
-
     ep_ranks, ep_rank = _with_this("ep_sets"), _place_in("ep_ranks")
     """The EP group of this rank."""
     edp_ranks = _with_this("edp_sets")
@@ -177,9 +173,6 @@ class Job:
     @property
     def ep_size(self) -> int:
         return len(self.ep_ranks)
-
-
-# -- from what each rank says to the job -------------------------------------------------------------------------------
 
 
 def job_ranks(ranks: Ranks) -> tuple[int, ...]:
@@ -210,34 +203,25 @@ def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[i
     sets = _ep_sets(said)
     stages_of_set = tuple(tuple(said[ep_set[0]].stages) for ep_set in sets)
     job = Job(everyone, dist.get_rank(), sets, stages_of_set, layers, divisor, *divided)
-    holders = len(job.ep_sets_of(job.stages))
-    if holders % job.dp_shard_degree:
-        raise GroupError(
-            f"rows of experts are divided over {job.dp_shard_degree} ranks, and {holders} hold the same ones: give a "
-            "number that divides those"
-        )
+    if (holders := len(job.ep_sets_of(job.stages))) % job.dp_shard_degree:
+        over = f"rows of experts are divided over {job.dp_shard_degree} ranks, and {holders} hold the same ones"
+        raise GroupError(f"{over}: give a number that divides those")
     return job if divisor else replace(job, gradient_divisor=len(job.data_ranks))
 
 
 def _layers_of_stage(said: dict[int, Ranks], layers_of_ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the MoE layers of each stage of the model."""
     layers: dict[int, int] = {}
-    held: dict[int, set[tuple[int, ...]]] = {}
     for (rank, one), counts in zip(said.items(), layers_of_ranks, strict=True):
-        if len(one.stages) != len(counts) or sorted(set(one.stages)) != list(one.stages):
-            raise GroupError(
-                f"rank {rank} does not name one stage for each model that it attaches: give Ranks(stages=...), "
-                "ascending"
-            )
+        if len(one.stages) != len(counts):
+            raise GroupError(f"rank {rank} does not name one stage for each model that it attaches: Ranks(stages=...)")
         for stage, count in zip(one.stages, counts, strict=True):
-            held.setdefault(stage, set()).add(tuple(one.stages))
             if layers.setdefault(stage, count) != count:
                 raise GroupError(f"stage {stage} has {layers[stage]} MoE layers on one rank and {count} on another")
-    for stage, together in held.items():
-        if len(together) > 1:
-            raise GroupError(f"stage {stage} is held together with other stages on some ranks: {sorted(together)}")
-    if sorted(layers) != list(range(len(layers))):
-        raise GroupError(f"the ranks hold the pipeline stages {sorted(layers)}: every stage from 0 on must be there")
+    together = sorted({tuple(one.stages) for one in said.values()})
+    held = sorted(stage for stages in together for stage in stages)
+    if held != list(range(len(layers))) or any(list(stages) != sorted(stages) for stages in together):
+        raise GroupError(f"ranks hold the stages {together}: each from 0 on, ascending and always with the same others")
     return tuple(layers[stage] for stage in range(len(layers)))
 
 
@@ -245,15 +229,13 @@ def _ep_sets(said: dict[int, Ranks]) -> tuple[tuple[int, ...], ...]:
     """Return the EP groups of the job, ordered by first rank."""
     members: dict[tuple[Sequence[int], ...], list[int]] = {}
     for rank, one in said.items():
-        members.setdefault((tuple(one.ep or ()), () if one.ep else tuple(one.stages)), []).append(rank)
-    for (ep, _), together in members.items():
+        members.setdefault((tuple(one.ep or ()), tuple(one.stages)), []).append(rank)
+    for (ep, stages), together in members.items():
         if ep and together != list(ep):
             raise GroupError(
-                f"the EP groups do not partition the ranks {list(said)} of the job: ranks {together} name a "
-                f"group of {len(ep)} whose first rank is {ep[0]}"
+                f"the EP groups do not partition the ranks {list(said)} of the job: of the group {list(ep)}, ranks "
+                f"{together} name it and have the pipeline stages {list(stages)}"
             )
-        if len({tuple(said[rank].stages) for rank in together}) > 1:
-            raise GroupError(f"the EP group of ranks {together} holds different pipeline stages")
     sets = sorted(map(tuple, members.values()))
     if len({len(ranks) for ranks in sets}) > 1:
         raise GroupError(

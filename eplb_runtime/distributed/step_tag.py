@@ -22,39 +22,33 @@ class OutOfStepError(RuntimeError):
     """Ranks exchanged counts in forwards that do not belong together."""
 
 
-class ForwardTag:
-    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch."""
+class ForwardTag(threading.local):
+    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch.
+
+    Attributes:
+        value: the tag of the forward that this thread is in.
+        place: layer and epoch of it.
+    """
+
+    value = 0
+    place: tuple[int, int] | tuple[None, None] = (None, None)
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self._ranks = list(ranks)
-        self._rank = rank
-        self._here = threading.local()
-
-    @property
-    def value(self) -> int:
-        """Return the tag of the forward that this thread is in."""
-        return int(getattr(self._here, "value", 0))
+        self._ranks, self._rank = list(ranks), rank
 
     @property
     def training(self) -> bool:
         """Return whether the forward that this thread is in trains the model."""
         return bool(self.value >> 1 & 1)
 
-    @property
-    def place(self) -> tuple[int, int] | tuple[None, None]:
-        """Return layer and epoch of the forward that this thread is in."""
-        found: tuple[int, int] | tuple[None, None] = getattr(self._here, "place", (None, None))
-        return found
-
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:
         """Begin a forward of a layer on this rank; a top-k of 0 is not compared."""
         tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
-        self._here.value = tag
-        self._here.place = layer, epoch
+        self.value, self.place = tag, (layer, epoch)
 
     def set_placement(self, changes: int) -> None:
         """Note the placement that this forward uses, as the number of changes that led to it."""
-        self._here.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
+        self.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
 
     def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
         """Raise OutOfStepError on every rank of the group unless all ranks are, or were, in this forward."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -13,10 +12,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..config import launcher_environment
-from ..utils.text import one_line
 from ..utils.worker import Worker
 
-logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 
 SETUP_SECONDS = 120.0
@@ -41,12 +38,10 @@ class JobStore:
     """
 
     def __init__(self, store: dist.Store, prefix: str, timeout_seconds: float) -> None:
-        self._source = store
-        self._prefix = prefix
-        self._seconds = timeout_seconds
+        self._source, self._prefix, self._seconds = store, prefix, timeout_seconds
         self._connection: dist.Store | None = None
         self._silence: Future[None] | None = None
-        self._passing: list[str] = []
+        self._passing, self._passed = list[str](), list[str]()
         self._worker = Worker("eplb_runtime store")
 
     @property
@@ -54,12 +49,12 @@ class JobStore:
         """Return whether a wait has expired, and the store has not answered since."""
         return self._silence is not None and not self._silence.done()
 
-    def compare_set(self, key: str, word: str, *, patient: bool = False, passing: bool = False) -> str:
-        """Write the first word of a key; returns the one that is there, the same for all who ask. ``patient``: wait for
-        the timeout also where the store is silent; ``passing``: `forget` deletes the key."""
+    def compare_set(self, key: str, word: str, *, passing: bool = False) -> str:
+        """Write the first word of a key; returns the one that is there, the same for all who ask. ``passing``: `forget`
+        deletes the key."""
         if passing and key not in self._passing:
             self._passing.append(key)
-        return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode(), patient)
+        return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode())
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter (0 at first); what it is then."""
@@ -79,37 +74,15 @@ class JobStore:
 
         return self._ask(waited, extra_seconds=seconds)
 
-    def delete(self, key: str) -> None:
-        """Leave no word of a key. A store of the host's may keep all it was given."""
+    def delete(self, *keys: str) -> None:
+        """Delete keys as soon as the store answers; no caller waits. A store of the host's may keep all it has."""
+        if not self.silent and not self._worker.closed:
+            self._worker.submit(self._asking(lambda store: [store.delete_key(key) for key in keys]))
 
-        def delete(store: dist.Store) -> None:
-            with contextlib.suppress(NotImplementedError):
-                store.delete_key(key)
-
-        self._ask(delete)
-
-    @property
-    def passing(self) -> int:
-        """How many keys this rank has written that pass, and has not deleted."""
-        return len(self._passing)
-
-    def forget(self, number: int) -> None:
-        """Delete the first so many of the keys that pass, as soon as the store answers. No caller waits for it."""
-        if self.silent or self._worker.closed:
-            return
-        keys = self._passing[:number]
-        del self._passing[:number]
-
-        def delete() -> None:
-            try:
-                store = self._connected()
-                for key in keys:
-                    store.delete_key(key)
-            except Exception as error:
-                self._disconnect()
-                logger.debug("old keys could not be deleted from the launcher's store: %s", one_line(error))
-
-        self._worker.submit(delete)
+    def forget(self) -> None:
+        """Delete the keys that passed before the last call."""
+        keys, self._passed, self._passing = self._passed, self._passing, []
+        self.delete(*keys)
 
     def close(self) -> None:
         """Give the connection back; where the store is silent the thread does, once it answers, and no caller waits."""
@@ -117,30 +90,30 @@ class JobStore:
             self._worker.submit(self._disconnect)
             self._worker.close(0.0 if self.silent else self._seconds)
 
-    def _ask(self, question: Callable[[dist.Store], T], patient: bool = False, extra_seconds: float = 0.0) -> T:
+    def _ask(self, question: Callable[[dist.Store], T], extra_seconds: float = 0.0) -> T:
         """Return the answer, asked on the thread; StoreError: none within the timeout."""
-        if self.silent and not patient:
+        if self.silent:
             raise StoreError(f"the launcher's store has given no answer for more than {self._seconds:g} s")
-
-        def ask() -> T:
-            store = self._connected()
-            try:
-                return question(store)
-            except Exception:
-                self._disconnect()  # the next one tries a new connection
-                raise
-
         try:
-            return self._worker.do(ask, self._seconds + extra_seconds)
+            return self._worker.do(self._asking(question), self._seconds + extra_seconds)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self.silent and not self._worker.closed:
                 self._silence = self._worker.submit(lambda: None)  # done as soon as the thread has its answer
             raise StoreError(f"the launcher's store does not answer: {error}") from error
 
-    def _connected(self) -> dist.Store:
-        if self._connection is None:
-            self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
-        return self._connection
+    def _asking(self, question: Callable[[dist.Store], T]) -> Callable[[], T]:
+        """Return what the thread does: a new connection if there is none, the question, and none after a failure."""
+
+        def ask() -> T:
+            if self._connection is None:
+                self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
+            try:
+                return question(self._connection)
+            except Exception:
+                self._disconnect()
+                raise
+
+        return ask
 
     def _disconnect(self) -> None:
         self._connection = None

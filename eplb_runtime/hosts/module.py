@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..balancer.gradients.reduction import foreign_hooks
-from ..moe.experts.compute import SlotCounts
+from ..moe.experts.compute import Compute, SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.checks import SEED, rows_like, same_to_rounding, untouched, width_of_rows
 from .attaching.description import AttachError, HostModel, MoELayer, spread_of
@@ -197,19 +197,16 @@ class StackedExperts(nn.Module):
 
     def __getitem__(self, number: int) -> Callable[[Tensor], Tensor]:
         """An expert as the list had it: the layer's own way can be run until `attach` replaces it."""
-        tensors = dict(zip(self._names, [tensor[number] for tensor in self.parameters()], strict=True))
-        run = lambda tensors, rows: functional_call(self._template, tensors, (rows,))  # noqa: E731
-        return MethodType(run, tensors)  # refuses attributes
+        return MethodType(self._run, [tensor[number] for tensor in self.parameters()])  # refuses attributes
+
+    def _run(self, tensors: Sequence[Tensor], rows: Tensor) -> Any:
+        return functional_call(self._template, dict(zip(self._names, tensors, strict=True)), (rows,))
 
     def compute(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
         """A `moe.experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
         of_slots = zip(*(parameter.unbind() for parameter in parameters), strict=True)
-        results = [
-            functional_call(self._template, dict(zip(self._names, tensors, strict=True)), (rows,))
-            for rows, tensors in zip(rows_MD.split(list(counts_S.known())), of_slots, strict=True)
-            if rows.shape[0]
-        ]
-        return torch.cat(results)
+        parts = zip(of_slots, rows_MD.split(list(counts_S.known())), strict=True)
+        return torch.cat([self._run(tensors, rows) for tensors, rows in parts if rows.shape[0]])
 
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
@@ -278,7 +275,7 @@ def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELa
         experts=experts,
         num_experts=method.num_experts,
         parameters=tuple(named),
-        compute=experts.compute if isinstance(experts, StackedExperts) else _UsersCompute(layer, tuple(named)),
+        compute=experts.compute if isinstance(experts, StackedExperts) else _users(layer, tuple(named)),
         run=getattr(owner, layer.run),
         install=method.install,
         alignment=layer.alignment,
@@ -287,21 +284,19 @@ def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELa
     )
 
 
-@dataclass(frozen=True)
-class _UsersCompute:
-    """A `moe.experts.compute.Compute` around ``MoE.compute``."""
+def _users(layer: MoE, names: Sequence[str]) -> Compute:
+    """Return a `Compute` around ``MoE.compute``, whose results are checked."""
 
-    layer: MoE
-    names: tuple[str, ...]
-
-    def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        assert self.layer.compute is not None
+    def compute(rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
+        assert layer.compute is not None
         with StableSort():
-            out_MD = self.layer.compute(rows_MD, counts_S, dict(zip(self.names, parameters, strict=True)))
+            out_MD = layer.compute(rows_MD, counts_S, dict(zip(names, parameters, strict=True)))
         if not isinstance(out_MD, Tensor) or out_MD.shape != rows_MD.shape:
             given = f"{list(out_MD.shape)}" if isinstance(out_MD, Tensor) else type(out_MD).__name__
-            raise ValueError(f"compute of {self.layer.experts} gave {given} for rows {list(rows_MD.shape)}")
+            raise ValueError(f"compute of {layer.experts} gave {given} for rows {list(rows_MD.shape)}")
         return out_MD
+
+    return compute
 
 
 class StableSort(TorchFunctionMode):
@@ -343,12 +338,9 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
         raise AttachError(f"{name} is empty")
     first = experts[0]
     named = [dict(expert.named_parameters()) for expert in experts]
-    kinds = [{key: (tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in own.items()} for own in named]
     for number, expert in enumerate(experts):
-        if type(expert) is not type(first) or kinds[number] != kinds[0] or not named[0] or repr(expert) != repr(first):
-            wrong = f"is not a module as {name}.0 is: only equal experts can be stacked"
-        elif _hooks(expert) != _hooks(first):
-            wrong = f"has other hooks than {name}.0: one module computes all of a stack"
+        if not named[0] or _kind(expert) != _kind(first):
+            wrong = f"is not a module as {name}.0 is, with its settings and hooks: only equal experts can be stacked"
         elif any(True for _ in expert.buffers()):
             wrong = "keeps buffers, which would not move with experts"
         elif any(map(foreign_hooks, named[number].values())):
@@ -356,12 +348,11 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
         else:
             continue
         raise AttachError(f"{name}.{number} {wrong}")
-    ids = {id(tensor) for own in named for tensor in own.values()}
-    if len(ids) < len(named) * len(named[0]):
+    if len({id(tensor) for own in named for tensor in own.values()}) < len(named) * len(named[0]):
         raise AttachError(f"experts of {name} share tensors: only separate experts can be moved")
     tensors = {
-        key: nn.Parameter(torch.stack([own[key].detach() for own in named]), requires_grad=named[0][key].requires_grad)
-        for key in named[0]
+        key: nn.Parameter(torch.stack([own[key].detach() for own in named]), requires_grad=tensor.requires_grad)
+        for key, tensor in named[0].items()
     }
     template = deepcopy(first).to("meta")
     if not next(first.parameters()).is_meta:
@@ -371,10 +362,12 @@ def _stacked(name: str, experts: nn.ModuleList) -> StackedExperts:
     return stacked
 
 
-def _hooks(expert: nn.Module) -> list[Any]:
-    """Hooks on the forward and backward passes of an expert and of the modules in it."""
+def _kind(expert: nn.Module) -> tuple[Any, ...]:
+    """Return what equal experts have in common, with hooks on the passes of an expert and of the modules in it."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [[*getattr(module, name).values()] for module in expert.modules() for name in names]
+    hooks = [[*getattr(module, name).values()] for module in expert.modules() for name in names]
+    tensors = [(key, one.shape, one.dtype, one.requires_grad) for key, one in expert.named_parameters()]
+    return type(expert), repr(expert), tensors, hooks
 
 
 def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) -> None:

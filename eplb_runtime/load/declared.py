@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..distributed.consensus import extremes
+from ..distributed.consensus import gather_json
 from . import checked_load
 
 PADDED = -1
@@ -85,13 +85,13 @@ def summed(
 ) -> NDArray[np.float64] | None:
     """Return what the ranks of ``group`` declared, float64 ``[T, L, E]``, the same on each; None: no rank did.
     Collective."""
-    batches = 0 if declared is None else len(declared)
-    least, most = map(int, extremes(torch.tensor(batches), group, has_values=declared is not None))
-    if least > most:
+    said = gather_json(None if declared is None else len(declared), group)
+    if not (batches := sorted({number for number in said if number is not None})):
         return None
-    if most != least:
-        raise DeclaredLoadError(f"ranks declared loads of {least} and of {most} micro-batches: declare as many on each")
-    total = torch.zeros(most, *shape, dtype=torch.float64)
+    if batches[1:]:
+        both = f"{batches[0]} and of {batches[-1]}"
+        raise DeclaredLoadError(f"ranks declared loads of {both} micro-batches: declare as many on each")
+    total = torch.zeros(batches[0], *shape, dtype=torch.float64)
     if declared is not None:
         total += torch.from_numpy(declared)
     dist.all_reduce(total, group=group)

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, State, Verdict, unobserved
+from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..events import RebalanceCommitted
 from ..moe.experts.registry import ExpertTensors, RecordFormat
@@ -34,6 +33,7 @@ from .schedule import Round, TransferSchedule, make_schedule
 logger = logging.getLogger("eplb_runtime")
 
 _POLL_SECONDS = 0.0002
+_MISPLACED = "experts on this rank are in other slots than the other ranks have for them"
 
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Record formats by layer, and why there are none."""
@@ -77,8 +77,7 @@ class MigrationProgress:
 
     Args:
         placement: the current one, on every rank.
-        verdict: no commit: the rest of the migration is dropped.
-        failed_phase: phase in which it failed; None: it did not.
+        verdict: no commit: the rest of the migration is dropped, having failed in ``failed_phase``.
         rounds: the committed ones.
         left_layers: layers that are not where the target has them; one of several rounds may have changed, too.
         moved_experts: number of experts that changed their rank, over all ranks.
@@ -113,11 +112,6 @@ class MigrationProgress:
         return tuple(sorted({layer for round_ in self.rounds for layer in round_.layers}))
 
     @property
-    def transfers(self) -> NDArray[np.int64] | None:
-        """int64 ``[M, 4]`` as `schedule.Round`'s, of the committed rounds; None: there are none."""
-        return np.concatenate([round_.transfers for round_ in self.rounds]) if self.rounds else None
-
-    @property
     def stall_seconds(self) -> float | None:
         """Part of the pause that does not grow with the bytes; None unless a migration between steps was completed."""
         if not (self.rounds and self.seconds) or self.failed_phase is not None:
@@ -136,7 +130,7 @@ class MigrationProgress:
             pause_seconds=pause_seconds,
             phase_seconds=dict(self.seconds),
             placement=self.placement,
-            transfers=self.transfers,
+            transfers=np.concatenate([round_.transfers for round_ in self.rounds]),
             expert_bytes=self.record_bytes,
             placed_replicas=int(((replicas_LRK != before.replicas_LRK) & (replicas_LRK != EMPTY)).sum()),
         )
@@ -172,9 +166,7 @@ class MigrationEngine:
         staging_bytes: int,
         timeout_seconds: float,
     ) -> None:
-        self._registry = registry
-        self._agreement = agreement
-        self._home_rows = home_rows
+        self._registry, self._agreement, self._home_rows = registry, agreement, home_rows
         self._budget = self.bytes_per_step = staging_bytes
         self._timeout = timeout_seconds
         self.device = next((parameter.device for parameter in registry.parameters()), transport.device)
@@ -183,8 +175,7 @@ class MigrationEngine:
         nbytes = min(staging_bytes, 3 * max(by_layer, default=0))
         self.executor = RoundExecutor(transport, home_rows, row_rank, self.device, nbytes)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._epoch = 0
-        self.broken = ""
+        self._epoch, self.broken = 0, ""
         self.probe: Probe = unobserved
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
@@ -261,8 +252,6 @@ class MigrationEngine:
             record_bytes=() if migration is None else migration.records.nbytes,
         )
 
-    # -- the phases, in order ------------------------------------------------------------------------------------
-
     def prepare(
         self, current: Placement, target: Placement, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
@@ -314,15 +303,21 @@ class MigrationEngine:
             return posted.exchange.pending is None or bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
-    def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait for a round, verify it, and prepare its placement. On any thread; ``meanwhile`` is called now and
-        then."""
+    def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait for a round until its deadline, verify it, and prepare its placement. On any thread; ``meanwhile`` is
+        called now and then."""
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
         with self._on_device():
             if not posted.problem:
+                assert exchange.pending is not None
                 with _noting_problems(posted):
-                    self._receive(posted, meanwhile)
+                    with self._timed("transfer"):
+                        while not exchange.pending.poll() and time.monotonic() < posted.deadline:
+                            meanwhile()
+                            time.sleep(_POLL_SECONDS)
+                        exchange.pending.wait(posted.deadline)
+                    self.probe(Phase.STAGED, exchange.staged)
                     with self._timed("verify"):
                         posted.problem = self.executor.difference(exchange)
                     self.probe(Phase.VERIFIED, exchange.staged)
@@ -367,9 +362,7 @@ class MigrationEngine:
             self.probe(Phase.COMMITTED, posted.round_)
 
     @contextlib.contextmanager
-    def unfailing(
-        self, what: str = "experts on this rank are in other slots than the other ranks have for them"
-    ) -> Iterator[None]:
+    def unfailing(self, what: str = _MISPLACED) -> Iterator[None]:
         """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
         self.refuse_if_broken()
         try:
@@ -393,7 +386,7 @@ class MigrationEngine:
         try:
             yield
         except BaseException:
-            if ballot.state in (State.OPEN, State.ABORTED):
+            if not ballot.bound:
                 raise
             with self.unfailing():
                 raise
@@ -405,20 +398,6 @@ class MigrationEngine:
         except InDoubt:
             with self.unfailing():
                 raise
-
-    # -- small words ---------------------------------------------------------------------------------------------
-
-    def _receive(self, posted: PostedRound, meanwhile: Callable[[], None] | None) -> None:
-        """Wait for the bytes of a round; TransportError: they are not here by its deadline."""
-        pending = posted.exchange.pending
-        assert pending is not None
-        with self._timed("transfer"):
-            while not pending.poll() and time.monotonic() < posted.deadline:
-                if meanwhile is not None:
-                    meanwhile()
-                time.sleep(_POLL_SECONDS)
-            pending.wait(posted.deadline)
-        self.probe(Phase.STAGED, posted.exchange.staged)
 
     @contextlib.contextmanager
     def _timed(self, part: str, layer: int | None = None) -> Iterator[None]:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..distributed.consensus import Agreement, Verdict, has_another
+from ..distributed.consensus import Agreement, Verdict, differing
 from ..distributed.transports.base import Message, Pending, Transport, TransportError
 from ..moe.experts.registry import End, ExpertTensors, Record, RecordFormat, RegistryError, Shard, why_not_written
 from ..placement import HomeRows
@@ -96,12 +96,11 @@ def agree_on_records(
     said_RL5 = np.frombuffer(b"".join(words.values()), dtype=np.int64).reshape(len(ranks), num_layers, 5)
     for what, said_RL2 in (("record", said_RL5[..., :2]), ("optimizer state", said_RL5[..., 2:4])):
         has_RL = said_RL2.any(axis=2)
-        first_L = has_RL.argmax(axis=0)
-        differs_RL = has_RL & (said_RL2 != said_RL2[first_L, range(num_layers)]).any(axis=2)
+        differs_RL = has_RL & (said_RL2 != said_RL2[has_RL.argmax(axis=0), range(num_layers)]).any(axis=2)
         if not cause and differs_RL.any():
             layer = int(differs_RL.any(axis=0).argmax())
-            odd = [ranks[index] for index in differs_RL[:, layer].nonzero()[0]]
-            cause = has_another(odd, f"{what} of layer {layer}", ranks[first_L[layer]])
+            said = {rank: said_RL2[index, layer].tobytes() for index, rank in enumerate(ranks)}
+            cause = differing(said, [rank for rank in ranks if any(said[rank])], f"{what} of layer {layer}")
     if cause:
         return None, Verdict(False, cause)
     nbytes_RL = said_RL5[..., 4]
@@ -142,8 +141,7 @@ def packed_bytes(runs: Sequence[Segment]) -> int:
 
 
 class RankTransfer(NamedTuple):
-    """What of a transfer goes from one rank to another: the whole record, or a piece; with the live memory of it at
-    this rank's end."""
+    """A transfer from one rank to another, of a whole record or a piece, with its live memory at this rank's end."""
 
     transfer: Transfer
     source: int
@@ -153,13 +151,8 @@ class RankTransfer(NamedTuple):
 
 
 class StagedTransfer(NamedTuple):
-    """A record from another rank, or a piece of one, staged until the commit.
-
-    Args:
-        record: its bytes.
-        target: the live memory that it goes to.
-        messages: its bytes by message.
-    """
+    """A record from another rank, or a piece of one, staged until the commit: its bytes, the live memory that it goes
+    to, and its bytes by message."""
 
     transfer: Transfer
     source: int
@@ -170,15 +163,9 @@ class StagedTransfer(NamedTuple):
 
 @dataclass
 class RoundState:
-    """A round in flight, on this rank.
-
-    Args:
-        staged: records from other ranks, in the order of the schedule.
-        within: transfers between slots of this rank.
-        copied: pieces that stay on this rank, read before anything is written.
-        pending: all messages in flight; None: they could not be posted.
-        sent_checksums: checksums that each rank computed before it sent its experts.
-    """
+    """A round in flight, on this rank: records from other ranks, in the order of the schedule, and the checksums that
+    each computed before it sent them; transfers within this rank; pieces that stay, read before anything is written;
+    all messages in flight (None: they could not be posted)."""
 
     staged: list[StagedTransfer] = field(default_factory=list)
     within: list[Transfer] = field(default_factory=list)
@@ -194,7 +181,7 @@ class RoundState:
 class Arena:
     """One growing uint8 buffer, cut into new pieces for each round."""
 
-    def __init__(self, empty: Callable[[int], Tensor], nbytes: int) -> None:
+    def __init__(self, empty: Callable[[int], Tensor], nbytes: int = 0) -> None:
         self._empty = empty
         self.memory = empty(nbytes)
         self._used = 0
@@ -202,7 +189,7 @@ class Arena:
     def reserve(self, nbytes: int) -> None:
         """Make room for a round of so many bytes; allocates only if the buffer is too small."""
         if nbytes > self.memory.shape[0]:
-            self.memory = self.memory[:0]  # not the old and the new at once
+            self.forget()  # not the old and the new at once
             self.memory = self._empty(nbytes)
 
     def forget(self) -> None:
@@ -226,27 +213,22 @@ class RoundExecutor:
     def __init__(
         self, transport: Transport, home_rows: HomeRows, row_rank: int, device: torch.device, nbytes: int
     ) -> None:
-        self._transport, self._posts_whole = transport, True
+        self.transport, self._posts_whole = transport, True
         self._home_rows = home_rows
         self._row_rank, self._ep_rank = row_rank, row_rank // home_rows.holders
-        self._arrivals = Arena(lambda size: self._transport.empty(size), nbytes)
-        self._departures = Arena(lambda size: self._transport.empty(size), 0)
+        self._arrivals = Arena(lambda size: self.transport.empty(size), nbytes)
+        self._departures = Arena(lambda size: self.transport.empty(size), 0)
         self._spare = Arena(lambda size: torch.empty(size, dtype=torch.uint8, device=device), 0)
         self._arenas = self._arrivals, self._departures, self._spare
 
     @property
     def device(self) -> torch.device:
         """Device of the messages."""
-        return self._transport.device
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether rounds must be posted by the thread that trains (`Transport.in_order`)."""
-        return self._transport.in_order
+        return self.transport.device
 
     def reconnect(self, transport: Transport) -> None:
-        self._transport.close()
-        self._transport, self._posts_whole = transport, True
+        self.transport.close()
+        self.transport, self._posts_whole = transport, True
         for arena in (self._arrivals, self._departures):
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
@@ -264,7 +246,7 @@ class RoundExecutor:
 
     def close(self) -> None:
         """Release the transport and its group. Nothing is sent any more."""
-        self.__dict__.pop("_transport").close()
+        self.__dict__.pop("transport").close()
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
         """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
@@ -316,7 +298,7 @@ class RoundExecutor:
                 sends += [Message(shipment.destination, message) for message in messages]
                 departing[shipment.destination].append(checksum_of(messages))
         sends += [Message(peer, torch.cat(sums)) for peer, sums in departing.items()]
-        exchange.pending = self._transport.post(sends, receives)
+        exchange.pending = self.transport.post(sends, receives)
         self._posts_whole = True
 
     def difference(self, exchange: RoundState) -> str:

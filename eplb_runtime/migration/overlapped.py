@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,8 +62,7 @@ class InFlightRound:
         patience: seconds that the layer's forward waits for the round.
         posted: the engine's part, once it is sent.
         verdict: of all ranks, once training has asked.
-        committed: whether this rank has committed it, if the layer is here.
-        followed: whether the current placement includes it.
+        committed, followed: whether this rank has committed it, if it is here, and the current placement includes it.
     """
 
     round_: Round
@@ -79,10 +77,6 @@ class InFlightRound:
     @property
     def layer(self) -> int:
         return self.round_.layers[0]
-
-    @property
-    def received_bytes(self) -> int:
-        return self.posted.exchange.received_bytes if self.posted is not None else 0
 
 
 class Overlapped:
@@ -108,10 +102,8 @@ class Overlapped:
         config: BalancerConfig,
     ) -> None:
         self.late_rounds = self.late_bytes = 0
-        self._engine, self._control = engine, control
-        self._registry, self._maps = registry, maps
-        self._timeout = config.timeout_seconds
-        self._max_pause = config.migration.max_pause_seconds
+        self._engine, self._control, self._registry, self._maps = engine, control, registry, maps
+        self._timeout, self._max_pause = config.timeout_seconds, config.migration.max_pause_seconds
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._budget = engine.bytes_per_step // 4
         self._stream: Any = None
@@ -131,8 +123,6 @@ class Overlapped:
         self._gate = threading.Event()
         self._batches = 0
         self._pause = 0.0
-
-    # -- what training calls -------------------------------------------------------------------------------------------
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
         """Prepare a migration while training goes on; at the end of a step, on every rank. ``key`` names its
@@ -228,8 +218,6 @@ class Overlapped:
             finally:
                 self._pause = before + time.perf_counter() - began
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
-
     def _open_gate(self) -> None:
         """Let ranks vote, after a check that the experts in flight were not written or replaced. The forward that
         begins writes no experts."""
@@ -298,8 +286,6 @@ class Overlapped:
             with self._engine.unfailing(f"copies of layer {flight.layer} are of experts as they were"):
                 replicas.refresh([flight.layer])
 
-    # -- from step to step ---------------------------------------------------------------------------------------------
-
     def _open_rounds(self) -> MigrationProgress:
         """Open the rounds of the migration once it is prepared."""
         if self._migration is not None:
@@ -347,12 +333,10 @@ class Overlapped:
         ]
         if not here:
             gate.set()
-        post: Callable[[Round], PostedRound] | None = partial(self._engine.post, migration)
-        if self._engine.executor.in_order:
+        if in_order := self._engine.executor.transport.in_order:
             self._post_here(migration)
-            post = None
-        follow = self._after_what_is_queued()
-        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, follow, post))
+        follow, posts = self._after_what_is_queued(), None if in_order else migration
+        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, follow, posts))
 
     def _post_here(self, migration: PreparedMigration) -> None:
         """Post all rounds of a step, in their order, on the thread that trains; none if earlier ones do not end."""
@@ -377,7 +361,7 @@ class Overlapped:
             elif verdict.kind == LATE:
                 has_late, self._late[layer] = True, self._late.get(layer, 0) + alone
                 self.late_rounds += 1
-                self.late_bytes += flight.received_bytes
+                self.late_bytes += 0 if flight.posted is None else flight.posted.exchange.received_bytes
                 logger.info("%s; it is sent again", verdict.cause)
                 if self._late[layer] >= _TRIES and failed.commit:
                     cause = f"{verdict.cause} {_TRIES} times: allow a longer max_pause_seconds, or overlap=False"
@@ -401,8 +385,6 @@ class Overlapped:
         done = [flight.posted for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
         return self._engine.progress(placement, self._migration, [posted for posted in done if posted is not None])
 
-    # -- on the thread -------------------------------------------------------------------------------------------------
-
     def _prepare(
         self, current: Placement, target: Placement, formats: Formats
     ) -> tuple[PreparedMigration | None, Verdict]:
@@ -421,9 +403,9 @@ class Overlapped:
         flights: Sequence[InFlightRound],
         gate: threading.Event,
         follow: Callable[[], None],
-        post: Callable[[Round], PostedRound] | None,
+        posts: PreparedMigration | None,
     ) -> None:
-        """Post a few rounds ahead, receive them in order, and vote as soon as training allows it."""
+        """Receive rounds in order, those of ``posts`` posted a few ahead, and vote as soon as training allows it."""
         arrived: list[InFlightRound] = []
 
         def vote() -> None:
@@ -434,11 +416,11 @@ class Overlapped:
 
         try:
             follow()
-            if post is not None:
+            if posts is not None:
                 self._engine.executor.restart()
             for number, flight in enumerate(flights):
-                if post is not None:
-                    self._post_ahead(flights[number : number + 1 + _AHEAD], post)
+                if posts is not None:
+                    self._post_ahead(flights[number : number + 1 + _AHEAD], posts)
                 if flight.posted is None:
                     raise TransportError("the rounds of the step before did not end in time")
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
@@ -457,7 +439,7 @@ class Overlapped:
                 if flight.ballot.verdict is None:
                     self._engine.refuse(flight.ballot, lost, votes=False)
 
-    def _post_ahead(self, flights: Sequence[InFlightRound], post: Callable[[Round], PostedRound]) -> None:
+    def _post_ahead(self, flights: Sequence[InFlightRound], migration: PreparedMigration) -> None:
         """Post the first of them, and others that are not posted yet until it has arrived."""
         # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
         # what this one waits for, the others have posted or can post.
@@ -466,7 +448,7 @@ class Overlapped:
             if first.posted is not None and self._engine.has_arrived(first.posted):
                 break  # its vote comes first: to post another may take as long as the bytes of that one do
             if flight.posted is None:
-                flight.posted = post(flight.round_)
+                flight.posted = self._engine.post(migration, flight.round_)
 
     def _after_what_is_queued(self) -> Callable[[], None]:
         """Return a function that orders the thread's work on a device after everything queued so far."""

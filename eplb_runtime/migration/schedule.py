@@ -78,21 +78,12 @@ class TransferSchedule:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        numbers = np.arange(self.num_rounds + 1)
-        first = np.searchsorted(self.transfers[:, 0], numbers).tolist()
-        num_layers = self.current.num_layers
-        of_layers = np.arange(num_layers) + np.maximum(self.last_round, 0) * num_layers
-        changes = np.unique(
-            np.concatenate([self.transfers[:, 0] * num_layers + self.transfers[:, 1], of_layers[self.last_round >= 0]])
-        )
-        layers, first_layer = (changes % num_layers).tolist(), np.searchsorted(changes // num_layers, numbers).tolist()
-        last = self.last_round.tolist()
+        ends = np.searchsorted(self.transfers[:, 0], np.arange(self.num_rounds + 1)).tolist()
         rounds = []
-        for number in range(self.num_rounds):
-            changed = layers[first_layer[number] : first_layer[number + 1]]
-            finished = tuple(layer for layer in changed if last[layer] == number)
-            rows = self.transfers[first[number] : first[number + 1], 1:]
-            rounds.append(Round(number, rows, tuple(changed), finished))
+        for number, (begin, end) in enumerate(pairwise(ends)):
+            rows, finished = self.transfers[begin:end, 1:], np.flatnonzero(self.last_round == number)
+            layers = np.union1d(rows[:, 0], finished)
+            rounds.append(Round(number, rows, tuple(layers.tolist()), tuple(finished.tolist())))
         return tuple(rounds)
 
     @property

@@ -12,11 +12,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from ctypes import CDLL
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import count
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +32,7 @@ __all__ = ["Report", "verify", "verify_command"]
 
 SEED = 20250710
 LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
+_STARTED = "EPLB_RUNTIME_STARTED_BY_VERIFY"  # in the environment of all that a job starts: where its records are
 _NAMES = {"single": "all experts on each rank", "replicas": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not plain training (a penalty, scale, mask, norm by hand, `run`?)"
 _KEPT = "; {} and others of before attach are in use still: take parameters from model.parameters() after attach"
@@ -52,6 +51,8 @@ SHARES = (
     "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
     "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
 )
+DIFFERENCE, CLOSENESS = ("step", "tensor", "expert", "rank", "hint"), ("equal", "worst", "tensor", "step", "steps")
+"""Keys of the first difference of bits, and of a comparison to rounding."""
 Key = tuple[str, int]  # the name of a tensor, and the logical expert; -1: it is no expert's
 Sums = NDArray[np.float64]
 Verdict = Literal["right", "wrong", "unknown"]
@@ -121,25 +122,10 @@ class Run:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first tensor that is not the same in two runs, and a rank that holds it."""
-
-    step: int
-    tensor: str
-    expert: int | None
-    rank: int
-    hint: str = ""
-
-    def __str__(self) -> str:
-        when = "before the first step" if self.step == 0 else f"after step {self.step}"
-        what = self.tensor if self.expert is None else f"{self.tensor} of expert {self.expert}"
-        return f"{when} {what} differs on rank {self.rank}" + (f"; {self.hint}" if self.hint else "")
-
-
-def first_difference(one: Run, other: Run) -> Difference | None:
-    """Return the first difference of any bit, as far as both runs came; None: there is none. Losses are not compared: a
-    term over a rank's experts goes by where they are, and its gradient may not."""
+def first_difference(one: Run, other: Run) -> dict[str, Any]:
+    """Return the first difference of any bit, as far as both runs came: step, tensor, expert and a rank that holds it,
+    and a hint; empty: there is none. Losses are not compared: a term over a rank's experts goes by where they are, and
+    its gradient may not."""
     for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()
@@ -148,10 +134,17 @@ def first_difference(one: Run, other: Run) -> Difference | None:
             name, expert = key = odd[0]
             cells = [step.cells[key] for step in (here, there) if key in step.cells]
             pairs = enumerate(zip(cells[0].digests, cells[-1].digests, strict=False))
-            place = next((place for place, (a, b) in pairs if a != b), 0)
+            rank = cells[-1].ranks[next((place for place, (a, b) in pairs if a != b), 0)]
             hint = "one run has it alone" if lone else _hint(here, there, odd)
-            return Difference(number, name, expert if expert >= 0 else None, cells[-1].ranks[place], hint)
-    return None
+            return dict(zip(DIFFERENCE, (number, name, expert if expert >= 0 else None, rank, hint), strict=True))
+    return {}
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    """Return a difference in words."""
+    when = f"after step {found['step']}" if found["step"] else "before the first step"
+    what = found["tensor"] if found["expert"] is None else f"{found['tensor']} of expert {found['expert']}"
+    return f"{when} {what} differs on rank {found['rank']}; {found['hint']}"
 
 
 def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
@@ -164,9 +157,7 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
     factors = [other.norm / one.norm if one.norm else 1.0 for one, other in pairs]
     scaled = [_apart(factor * one.sums, other.sums) for factor, (one, other) in zip(factors, pairs, strict=True)]
     if all(apart <= TINY * other.norm for apart, (_, other) in zip(scaled, pairs, strict=True)):
-        if all(abs(factor - 1) < TINY for factor in factors):
-            return "by rounding alone: is something summed in slot order (a norm? use balancer.clip_grad_norm_)"
-        return "a rank scales gradients by a factor of its own (torch's clip_grad_norm_? use balancer.clip_grad_norm_)"
+        return "by a factor or rounding alone: is a norm a rank's own, or summed by place? use balancer.clip_grad_norm_"
     if of_experts == gradients:
         return "only gradients of experts: something changes them by rank or by place (an average, a penalty, a freeze)"
     return "gradients outside the experts, too: a loss or a gradient depends on which experts a rank has"
@@ -207,36 +198,29 @@ def shares(single: Run) -> Iterator[str]:
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Closeness:
-    """How far two runs are apart: ``worst``, of a tensor at a step, is the difference that comes closest to what is
-    allowed, or is above, relative to its tensor; ``steps`` were compared, until tokens were routed otherwise; ``equal``
-    is None where nothing could be compared."""
-
-    equal: bool | None
-    worst: float
-    tensor: str
-    step: int
-    steps: int
-
-
-def to_rounding(fixed: Run, other: Run) -> Closeness:
-    """Compare gradients and updates of each step until tokens are routed otherwise, and there how many are."""
+def to_rounding(fixed: Run, other: Run) -> dict[str, Any]:
+    """Compare gradients and updates of each step until tokens are routed otherwise, and there how many are. Returns
+    ``worst``, of a tensor at a step, the difference that comes closest to what is allowed, or is above, relative to its
+    tensor; ``steps`` that were compared; ``equal`` is None where nothing could be."""
     worst, before = (0.0, 0.0, "", 0), (fixed.step(0), other.step(0))
     rounding, length = float(fixed.meta["rounding"]), min(fixed.length, other.length)
+    equal: bool | None = True
+    steps = length
     for number in range(1, length + 1):
-        steps = fixed.step(number), other.step(number)
-        tokens, elsewhere = steps[0].counts.sum(), np.abs(steps[0].counts - steps[1].counts).sum()
-        if elsewhere > SPREAD * tokens + FEW:
-            return Closeness(False, float(elsewhere / tokens), "spread of tokens", number, number - 1)
+        both = fixed.step(number), other.step(number)
+        tokens, elsewhere = both[0].counts.sum(), np.abs(both[0].counts - both[1].counts).sum()
         if elsewhere:
-            return Closeness(True if number > 1 else None, *worst[1:], number - 1)
+            equal, steps = number > 1 or None, number - 1
+            if elsewhere > SPREAD * tokens + FEW:
+                equal, worst = False, (0.0, float(elsewhere / tokens), "spread of tokens", number)
+            break
         share = number * max(LEAST_ALLOWED, ROUNDINGS * rounding)
-        worst = max([worst, *((*one, number) for one in _measures(steps, before, share, rounding))])
+        worst = max([worst, *((*one, number) for one in _measures(both, before, share, rounding))])
         if worst[0] > 1:
-            return Closeness(False, *worst[1:], number)
-        before = steps
-    return Closeness(True, *worst[1:], length)
+            equal, steps = False, number
+            break
+        before = both
+    return dict(zip(CLOSENESS, (equal, *worst[1:], steps), strict=True))
 
 
 def _measures(
@@ -279,20 +263,15 @@ def _apart(one: Sums, other: Sums) -> float:
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-def plain(kind: type, one: Any = None) -> dict[str, Any]:
-    """Return a dataclass as a dict; None: with its keys alone."""
-    return asdict(one) if one is not None else dict.fromkeys(each.name for each in fields(kind))
-
-
 @dataclass(frozen=True)
 class Report:
     """What the runs of a job have shown: the keys of ``eplb-runtime verify --json``.
 
     Args:
         reason: why the verdict is not ``"right"``.
-        moved: ``equal``, whether homes moved after each step gave the same bits; else the first `Difference`;
-            ``rounding``: where bits cannot be the same (replicas, or what ``notes`` say), the `Closeness`.
-        single: the `Closeness` of a run with all experts on each rank, or the ``reason`` why there is none.
+        moved: ``equal``, whether homes moved after each step gave the same bits; else the `first_difference`;
+            ``rounding``: where bits cannot be the same (replicas, or what ``notes`` say), what `to_rounding` gives.
+        single: the same of a run with all experts on each rank, or the ``reason`` why there is none.
         unregistered: ``{"holder", "shape"}`` of tensors that may be experts and are not registered.
         said: lines of the guard. notes: what ``attach`` says of bits.
     """
@@ -303,8 +282,8 @@ class Report:
     ranks: int = 0
     tensors: int = 0
     repeats: bool | None = None
-    moved: Mapping[str, Any] = field(default_factory=lambda: {"equal": None, **plain(Difference), "rounding": None})
-    single: Mapping[str, Any] = field(default_factory=lambda: {**plain(Closeness), "reason": ""})
+    moved: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(("equal", *DIFFERENCE, "rounding")))
+    single: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys((*CLOSENESS, "reason")))
     unregistered: tuple[Mapping[str, Any], ...] = ()
     said: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -322,12 +301,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.verdict}: {self.reason}"]
         if self.passed:
-            lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._shown())}."]
+            lines = [f"right: {self.steps} steps, {self.ranks} ranks: {'; '.join(self._right())}."]
         lines += dict.fromkeys(f"  not registered: {o['holder']}, shape {o['shape']}" for o in self.unregistered)
         said = {one.partition(":")[0]: f"  said in the job: {one}" for one in self.said if one not in self.reason}
         return "\n".join([*lines, *said.values(), *(f"  bits: {line}" for line in self.notes)])
 
-    def _shown(self) -> Iterator[str]:
+    def _right(self) -> Iterator[str]:
         """What a right job has shown."""
         if self.moved["equal"]:
             yield f"moved homes gave the same bits in {self.tensors} tensors"
@@ -359,21 +338,21 @@ def proof(run: Callable[[str], Run]) -> Report:
     difference = first_difference(fixed, moved)
     found["tensors"] = len({name for (name, _), cell in fixed.step(fixed.length).cells.items() if cell.kind != "given"})
     found["unregistered"] = tuple(moved.meta.get("unregistered", ()))
-    found["moved"] = {"equal": difference is None, **plain(Difference, difference), "rounding": None}
-    if difference is None and moved.length < fixed.length:
+    found["moved"] = dict.fromkeys((*DIFFERENCE, "rounding")) | {"equal": not difference} | difference
+    if not difference and moved.length < fixed.length:
         return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
-    if difference is None and not moved.meta["commits"]:
+    if not difference and not moved.meta["commits"]:
         return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
-    odd = first_difference(fixed, run("fixed")) if difference is not None else None
-    found["repeats"] = odd is None
-    if odd is not None:
-        return answer("unknown", f"the job does not repeat itself: in a second run {odd}")
-    if difference is not None and not found["notes"]:
+    odd = first_difference(fixed, run("fixed")) if difference else {}
+    found["repeats"] = not odd
+    if odd:
+        return answer("unknown", f"the job does not repeat itself: in a second run {_shown(odd)}")
+    if difference and not found["notes"]:
         kept = _KEPT.format(*moved.meta["replaced"]) if moved.meta.get("replaced") else ""
-        return answer("wrong", f"with moved homes {difference}{kept}")
+        return answer("wrong", f"with moved homes {_shown(difference)}{kept}")
     reason, replicas = str(meta["not_single"]), bool(meta["replica_slots"])
-    found["single"] = {**plain(Closeness), "reason": reason}
-    for layout in ["single"] * (not reason) + ["replicas"] * (replicas or difference is not None):
+    found["single"] = dict.fromkeys(CLOSENESS) | {"reason": reason}
+    for layout in ["single"] * (not reason) + ["replicas"] * bool(replicas or difference):
         other = run(layout) if replicas or layout == "single" else moved
         runs.append(other)
         if other.length < fixed.length:
@@ -381,14 +360,14 @@ def proof(run: Callable[[str], Run]) -> Report:
             return answer("unknown", f"the run with {_NAMES[layout]} ended sooner ({often}): {other.failure}")
         close = to_rounding(fixed, other)
         if layout == "single":
-            found["single"] |= plain(Closeness, close)
+            found["single"] |= close
         else:
-            found["moved"]["rounding"] = plain(Closeness, close)
-        if close.equal is None:
+            found["moved"]["rounding"] = close
+        if close["equal"] is None:
             why = f"the run with {_NAMES[layout]} routes tokens differently from its first step on"
             return answer("unknown", why + _PENALTY * (layout == "single"))
-        if not close.equal:
-            why = f"{_NAMES[layout]} give another {close.tensor} after step {close.step} ({close.worst:.2g} off)"
+        if not close["equal"]:
+            why = "{} give another {tensor} after step {step} ({worst:.2g} off)".format(_NAMES[layout], **close)
             return answer("wrong", why + _PENALTY * (layout == "single"))
     if said := answer("right").said:
         return answer("wrong", f"said in the job: {said[0]}")
@@ -405,38 +384,30 @@ def proof(run: Callable[[str], Run]) -> Report:
 # -- the runs ----------------------------------------------------------------------------------------------------------
 
 
-def _answer(run: Callable[[str, Path], Run], keep: Path | None = None) -> Report:
+def _answer(run: Callable[[str, Path], Run]) -> Report:
     """Give each run of a proof a new folder."""
-    numbers = count(1)
     with tempfile.TemporaryDirectory(prefix="eplb_verify_") as temporary:
-
-        def run_in_folder(layout: str) -> Run:
-            folder = (keep or Path(temporary)).resolve() / f"run-{next(numbers)}-{layout}"
-            folder.mkdir(parents=True)
-            return run(layout, folder)
-
-        return proof(run_in_folder)
+        return proof(lambda layout: run(layout, Path(tempfile.mkdtemp(prefix=f"{layout}_", dir=temporary))))
 
 
-def verify_command(command: Sequence[str], steps: int = 12, keep: Path | None = None) -> Report:
+def verify_command(command: Sequence[str], steps: int = 12) -> Report:
     """Run a command, as a user types it, in each layout for so many optimizer steps; its output and the progress go to
-    stderr. The records and the output stay in ``keep``, or are deleted."""
+    stderr."""
 
     def run(layout: str, folder: Path) -> Run:
         nonlocal steps
-        found = _run(command, Trial(layout, steps, str(folder)), folder.name.replace("-", " "))
+        found = _run(command, Trial(layout, steps, str(folder)), layout)
         steps = min(steps, found.length) if found.length > 0 else steps  # where a job ends sooner, the others end there
         return found
 
-    return _answer(run, keep)
+    return _answer(run)
 
 
 def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
     """One run; its output is copied to stderr, with a line of progress after each step."""
-    folder, environment, shown = Path(trial.folder), dict(launcher_environment()), 0
+    folder, shown = Path(trial.folder), 0
+    environment = {**launcher_environment(), _STARTED: trial.folder}
     set_trial(trial, environment)
-    CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a rank has left behind is a child of this process
-    others = set(descendants())
     log = folder / "output.log"
     with open(log, "wb") as to, open(log, "rb") as output:
         job = subprocess.Popen(
@@ -454,7 +425,7 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
                     last_look = min(last_look, time.monotonic() + _END_SECONDS)
                 time.sleep(0 if ended else _LOOK_SECONDS)
         finally:
-            end(job, others)
+            end(job, folder)
     text = log.read_text(errors="replace")
     own = re.split(r"\n.*torch[./]distributed[./](?:elastic|run\.py)", text)[0].strip() or text  # without torchrun's
     last = " | ".join(line.strip() for line in own.splitlines()[-LAST_LINES:])
@@ -463,24 +434,23 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
     return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
 
 
-def descendants(process: int | str = "self") -> list[int]:
-    """Return the processes that a process has started, and that these have."""
-    found: list[int] = []
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, children.read_text().split())
-    return found + [one for child in found for one in descendants(child)]
+def started(folder: Path) -> list[int]:
+    """Return the processes that a job with records in a folder has started: they have its environment."""
+    found, ours = list[int](), f"{_STARTED}={folder}\0".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            found += [int(path.parent.name)] * (ours in path.read_bytes())
+    return found
 
 
-def end(job: subprocess.Popen[bytes], others: Collection[int]) -> None:
-    """End a job with all that it has started: it has nothing to save. ``others`` are not its own processes."""
+def end(job: subprocess.Popen[bytes], folder: Path) -> None:
+    """End a job with all that it has started: it has nothing to save."""
     job.kill()
     job.wait()
-    while left := set(descendants()) - set(others):
+    while left := started(folder):
         for process in left:
-            with suppress(ProcessLookupError, ChildProcessError):  # or its parent is still there
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
 
 
 def verify(

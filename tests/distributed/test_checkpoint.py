@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import eplb_runtime as eplb
-from eplb_runtime.checkpoint import LogicalState
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.planner.policies import shuffled
 
@@ -75,22 +74,18 @@ def save_and_go_on(rank: int, job: Job, folder: str, how: str) -> dict[str, Any]
     """Train, save, train on: what a run that is never interrupted does."""
     run = attached(rank, job).train(BEFORE)
     assert not run.balancer.events.of_type(RebalanceAborted)
-    if how == "app":
-        app = LogicalState(run.model, run.optimizer)
-        dcp.save({"app": app, "model": {"a": torch.ones(3)}}, checkpoint_id=folder)
-    else:
-        eplb.checkpoint.save(folder, run.model, run.optimizer, format=how)
+    eplb.checkpoint.save(folder, run.model, run.optimizer, format=how)
     return found(run)
 
 
-def load_and_go_on(rank: int, job: Job, folder: str, key: str, balanced: bool) -> dict[str, Any]:
+def load_and_go_on(rank: int, job: Job, folder: str, balanced: bool) -> dict[str, Any]:
     """Another process that starts from the checkpoint, from other weights and other options."""
     job = replace(job, seed=job.seed + 1)
     run = attached(rank, job) if balanced else Run(rank, job)
     run.steps = BEFORE
     for group in run.optimizer.param_groups:
         group["lr"] = 1.0
-    eplb.checkpoint.load(folder, run.model, run.optimizer, key=key)
+    eplb.checkpoint.load(folder, run.model, run.optimizer)
     assert [group["lr"] for group in run.optimizer.param_groups] == [3e-3, 2e-3]
     return found(run)
 
@@ -112,7 +107,7 @@ def found(run: Run) -> dict[str, Any]:
 
 JOBS = {
     "AdamW": (job(family="mixtral", ep=2), "safetensors"),
-    "SGD, biases, DCP": (job(family="gpt_oss", optimizer=SGD), "app"),
+    "SGD, biases, DCP": (job(family="gpt_oss", optimizer=SGD), "dcp"),
     "bfloat16, buffers": (job(family="deepseek_v3", dtype=torch.bfloat16), "safetensors"),
     "Adagrad, replicas": (job(optimizer=partial(in_two_groups, kind="Adagrad"), settings=REPLICAS), "safetensors"),
     "slices": (job(family="gpt_oss", ep=2, sliced=True), "safetensors"),
@@ -137,8 +132,8 @@ def save_all(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
 def load_all(rank: int, folder: Path, names: list[str], otherwise: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found, balanced = {}, dist.get_world_size() > 1
     for name in names:
-        job, how = replace(JOBS[name][0], **otherwise), JOBS[name][1]
-        found[name] = load_and_go_on(rank, job, str(folder / name), "app" if how == "app" else "", balanced)
+        job = replace(JOBS[name][0], **otherwise)
+        found[name] = load_and_go_on(rank, job, str(folder / name), balanced)
         if name == IN_MEMORY:
             found["in memory"] = take_and_go_on(rank, job, found[name]["state"], balanced)
     return found
@@ -251,16 +246,15 @@ def test_wrappers_are_looked_through() -> None:
 
 
 def roll_back(rank: int, folder: str) -> None:
-    """Plain ``dcp.load`` into a job that runs: its optimizer has state to load into."""
+    """A load into a job that runs: its optimizer has state to load into."""
     run = attached(rank, job()).train(BEFORE)
-    state = {"app": LogicalState(run.model, run.optimizer)}
-    dcp.save(state, checkpoint_id=folder)
+    eplb.checkpoint.save(folder, run.model, run.optimizer, format="dcp")
     expected, placement = run.state(), run.balancer.placement
     losses = run.train(AFTER).losses[BEFORE:]
     assert run.balancer.placement.digest() != placement.digest()
     for group in run.optimizer.param_groups:
         group["lr"] = 1.0
-    dcp.load(state, checkpoint_id=folder)
+    eplb.checkpoint.load(folder, run.model, run.optimizer)
     assert run.balancer.placement.digest() == placement.digest()
     assert differing(expected, run.state()) == []
     run.steps = BEFORE
@@ -272,9 +266,8 @@ def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
 
 
 def refused(rank: int, folder: str) -> None:
-    run, other = attached(rank, job()), attached(rank, job())
+    run = attached(rank, job())
     model, optimizer, before = run.model, run.optimizer, run.state()
-    fresh = LogicalState(other.model, other.optimizer)
     larger, smaller = (make_model("olmoe", experts=EXPERTS, layers=layers) for layers in (3, 1))
     wider = make_model("olmoe", experts=EXPERTS * 2)
     sgd, one_group = torch.optim.SGD(wider.parameters(), lr=1), torch.optim.AdamW(model.parameters())
@@ -282,10 +275,6 @@ def refused(rank: int, folder: str) -> None:
     part = {f"optimizer.{name}.exp_avg": p.detach() for name, p in model.named_parameters() if ".experts." in name}
     cases: dict[str, Callable[[], object]] = {
         "cannot be read as a checkpoint": lambda: load(folder + "-none", model, optimizer),
-        "has no keys, as DCP's checkpoints may have": lambda: load(folder, model, optimizer, key="app"),
-        "has no other.model.": lambda: load(folder + "-app", model, optimizer, key="other"),
-        "eplb_runtime.checkpoint.async_save": lambda: dcp.async_save(fresh.state_dict(), checkpoint_id=folder + "-b"),
-        "load it with eplb_runtime.checkpoint.load": lambda: dcp.load({"app": fresh}, checkpoint_id=folder + "-app"),
         "has no model.model.layers.2.": lambda: load(folder, larger),
         "has no place in the model": lambda: load(folder, smaller),
         "has shape (8, 32) in": lambda: load(folder, wider),
@@ -298,12 +287,11 @@ def refused(rank: int, folder: str) -> None:
     assert differing(before, run.state()) == []
 
 
-def save_twice(rank: int, folder: str) -> None:
+def save(rank: int, folder: str) -> None:
     run = attached(rank, job()).train(2)
     eplb.checkpoint.save(folder, run.model, run.optimizer)
-    dcp.save({"app": LogicalState(run.model, run.optimizer)}, checkpoint_id=folder + "-app")
 
 
 def test_what_does_not_fit_is_refused_with_one_line_and_nothing_is_changed(tmp_path: Path) -> None:
-    for call in (save_twice, refused):
+    for call in (save, refused):
         run_ranks(2, call, str(tmp_path / "checkpoint"))

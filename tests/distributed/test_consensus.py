@@ -26,7 +26,6 @@ from eplb_runtime.distributed.consensus import (
     TransportError,
     Verdict,
     all_equal,
-    extremes,
     first_problem,
     gather_bytes,
     unobserved,
@@ -53,10 +52,6 @@ def talk(rank: int) -> dict[str, Any]:
     odd = b"odd!" if rank == 2 else b"same"
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     problems = [first_problem(text, group) for text in ("", "no memory" * 100 if rank else "", f"wrong on {rank}")]
-    lowest, highest = extremes(torch.tensor([rank, -rank]), group)
-    some = extremes(torch.tensor(rank), group, has_values=rank == 1)
-    least, most = extremes(torch.tensor(rank), group, has_values=False)
-    assert least > most, "no rank has values"
     return {
         "rows": agreement.gather(torch.tensor([[rank, -(2**62)], [rank * 7, 2**62]])).tolist(),
         "words": agreement.gather_words(b"w%d" % rank, f"wrong on {rank}" if rank else ""),
@@ -70,7 +65,6 @@ def talk(rank: int) -> dict[str, Any]:
         ],
         "bytes": [gather_bytes(b"x" * rank, group), gather_bytes(b"", group)],
         "problems": problems,
-        "extremes": [*lowest.tolist(), *highest.tolist(), *map(int, some)],
         "equal": [
             all_equal(b"same", "plan", group),
             all_equal(odd, "plan", group),
@@ -93,7 +87,6 @@ def test_every_rank_learns_the_words_of_all_and_who_differs_is_named_on_all() ->
         ],
         "bytes": [[b"x" * rank for rank in range(5)], [b""] * 5],
         "problems": ["", "rank 1: " + "no memory" * 100, "rank 0: wrong on 0"],
-        "extremes": [0, -4, 4, 0, 1, 1],
         "equal": ["", "rank 2 has another plan than rank 0", ""],
     }
     assert run_ranks(5, talk) == [expected] * 5
@@ -139,7 +132,7 @@ def test_gathering_ends_by_its_deadline() -> None:
 
 
 def fail_at_work(rank: int) -> str:
-    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), LONGER_THAN_A_TEST, only_control=True)
+    groups = ProcessGroups(Ranks(), [1], torch.device("cpu"), LONGER_THAN_A_TEST)
     channel = ControlChannel(groups, Mock(), lambda: None, unobserved)
     with pytest.raises(ConnectionLost) as lost:
         channel.run(lambda _, agreement: agreement.gather(torch.tensor({0: rank}[rank])))

@@ -260,9 +260,9 @@ def attach_wrongly(rank: int) -> dict[str, str]:
 def test_ranks_that_contradict_each_other_are_refused_on_all() -> None:
     first, *others = run_ranks(3, attach_wrongly)
     assert all(said == first for said in others)
-    assert "stages [0, 2]" in first["a gap"]
+    assert "stages [(0,), (2,)]" in first["a gap"]
     assert "Ranks(stages=...)" in first["no stage named"]
     assert "do not partition" in first["overlap"]
     assert "differ in size" in first["another size"]
     assert "gradient_divisor" in first["divisors"]
-    assert "stage 0 is held together" in first["uneven stages"]
+    assert "stages [(0,), (0, 1)]" in first["uneven stages"]

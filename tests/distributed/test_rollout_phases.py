@@ -259,7 +259,7 @@ def without_memory(rank: int) -> None:
     job.step()
     assert job.balancer.rebalance()
     job.balancer.suspend()
-    transport = job.engine.executor._transport
+    transport = job.engine.executor.transport
     empty = transport.empty
 
     def fails(nbytes: int) -> Tensor:

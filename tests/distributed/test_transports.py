@@ -123,7 +123,7 @@ def closed_before_it_was_looked_at(rank: int) -> list[str]:
             transport.close()
             tell(f"closed {messages}")
         else:
-            with transport._state:
+            with transport.state:
                 pending = transport.post([], [Message(0, into) for into in arrived])
                 hear(f"closed {messages}")
             said.append(said_by(lambda pending=pending: pending.wait(soon())))

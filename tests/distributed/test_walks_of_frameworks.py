@@ -243,7 +243,7 @@ def everything(rank: int) -> dict[str, Any]:
     kept = {(MARK in name, of.is_meta) for name, of in walked.state_dict().items() if ".experts." in name}
     found["walked"] = walked.config is model.module.config, kept
     lines: dict[str, Callable[[], Any]] = {
-        "among them those of all 16 experts": lambda: balancer.verify_export(copied(in_all(names))),
+        "all experts among them": lambda: balancer.verify_export(copied(in_all(names))),
         "save_hf_weights() names experts by the rank they were on": tasks.save_hf_weights,
         "get_per_tensor_param_shard() names experts": gathering.engine.get_per_tensor_param_shard,
         "is no parameter of the attached model": lambda: list(walks.tasks_in_logical_order(balancer, [copy])),

@@ -100,7 +100,7 @@ class Faults:
 
     def lose_what_is_sent(self) -> None:
         """From here on nothing that this rank sends arrives, until it connects again."""
-        transport = self._executor._transport
+        transport = self._executor.transport
         post = type(transport).post
         transport.post = lambda sends, receives: post(transport, [], receives)  # type: ignore[method-assign]
 

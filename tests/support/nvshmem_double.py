@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_runtime.distributed.transports.nvshmem import Library
-
 
 class Double:
     """One process's NVSHMEM.
@@ -33,8 +31,8 @@ class Double:
         self._begins: list[tuple[int, int]] = []
         self._name = ""
 
-    def library(self) -> Library:
-        return Library(self, self, lambda index: SimpleNamespace(set_current=lambda: None))
+    def library(self) -> Any:
+        return SimpleNamespace(core=self, bindings=self, device_of=lambda i: SimpleNamespace(set_current=lambda: None))
 
     # -- nvshmem.core --------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, time
     torch_own = TorchPointToPoint(*arguments)
     said = gather_json([node_of_this_rank(), why_rather_not(device)], group, torch_own.device, deadline)
     name, why = choose([node for node, _ in said], [lacking for _, lacking in said])
-    made: Transport | None = None
+    made: Transport = torch_own
     if name != "torch":
         problem = ""
         try:
@@ -56,11 +56,11 @@ def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, time
             problem = one_line(error)
         if failed := first_problem(problem, group, torch_own.device, deadline):
             why, name = f"{name} failed: {failed}", "torch"
-            if made is not None:
-                made.close()
+            made.close()
+            made = torch_own
     if group.rank() == 0:
         logger.info("transport: %s (%s)", name, why)
-    return torch_own if made is None or name == "torch" else made
+    return made
 
 
 TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Transport]] = {
@@ -115,8 +115,6 @@ def measure(
             for name, (to, source) in rings.items()
             if to != ep_rank
         }
-    except TransportError:
-        raise
     except RuntimeError as error:
         raise TransportError(f"the links could not be measured: {one_line(error)}") from error
     return replace(topology, **measured)  # type: ignore[arg-type]

@@ -35,9 +35,8 @@ class Message:
 
 
 class Pending:
-    """Messages on their way; of this class itself: none. Until they are done or aborted, their memory belongs to the
-    transport: sent rows are not written, rows to come are neither read nor written. What a transport does without a
-    thread goes on while somebody polls."""
+    """Messages on their way; of this class itself: none. Until they are done or aborted, rows sent are not written, and
+    rows to come neither read nor written. What a transport does without a thread goes on while somebody polls."""
 
     def poll(self) -> bool:
         """Return whether all of it is done, without waiting; TransportError: it has failed."""
@@ -57,9 +56,8 @@ class Pending:
 
 
 class Transport(ABC):
-    """One way to move bytes between the ranks of an EP group. A table in this package's ``__init__`` names them all.
-
-    After a `TransportError` or an abort the owner makes a new one; the owner also destroys the groups it was made on.
+    """One way to move bytes between the ranks of an EP group. After a `TransportError` or an abort the owner makes
+    another, and destroys the groups this one was made on.
 
     Args:
         group: its ranks; ``backend`` is its backend's name.
@@ -72,9 +70,8 @@ class Transport(ABC):
     """
 
     in_order: bool = False
-    """True if its messages are kernels that wait for their peers on the device. Those and the host's collectives must
-    be launched in one order on all ranks, or each may keep the other from a device: `post` is called by the thread
-    that trains, at the same place of a step on every rank."""
+    """True if its messages are kernels that wait for their peers on the device. They and the host's collectives must be
+    launched in one order on all ranks: `post` is called by the thread that trains, at the same place of a step."""
 
     def __init__(
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
@@ -109,8 +106,7 @@ class Transport(ABC):
         return gather_json(mine, self._group, self._group_device, deadline)
 
     def _to_others(self, *both: Sequence[Message]) -> list[list[Message]]:
-        """Return those of the messages sent, and of those received, that go to and come from other ranks and are not
-        empty; this rank's own are copied at once."""
+        """Return the messages to other ranks, and those from them, that are not empty; copy this rank's own."""
         own = ([message.data for message in messages if message.peer == self._rank] for messages in both)
         for sent, arrived in zip(*own, strict=True):
             arrived.copy_(sent)
@@ -127,7 +123,7 @@ class Transport(ABC):
 # -- on a device -------------------------------------------------------------------------------------------------------
 
 LEFT_SECONDS = 5.0
-"""Longest wait for work that is still on a stream, as when a rank gives up."""
+"""Longest wait for work that is still on a device's stream, as when a rank gives up."""
 
 
 class SideStream:
@@ -167,10 +163,8 @@ def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
 def synchronize(device: torch.device, deadline: float) -> None:
     """Wait until all that the device has to do is done; TransportError: the deadline passed."""
     if device.type == "cuda":
-        worker = Worker("eplb_runtime transport")
+        worker, seconds = Worker("eplb_runtime transport"), max(0.0, deadline - time.monotonic())
         try:
-            worker.do(lambda: torch.cuda.synchronize(device), max(0.0, deadline - time.monotonic()))
+            worker.do(lambda: torch.cuda.synchronize(device), seconds)
         except TimeoutError as error:
             raise TransportError("the device's work did not end in time") from error
-        finally:
-            worker.close(0.0)

@@ -2,9 +2,8 @@
 
 DeepEP's calls are collective, and messages are not. So it serves migrations between steps only: every rank of the group
 posts once a round, and `post` carries. Ranks tell each other how many bytes go from whom to whom, and make the same
-calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's experts here. A row says which one it
-is by its router weight, which DeepEP carries along: so nothing depends on the order in which rows arrive, and a row
-that is lost is noticed.
+calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's experts here; rows arrive ordered by
+source rank, and by their position there.
 
 A buffer cannot be taken down by one rank (its end waits for all ranks on their GPUs), so a process keeps it. Tokens and
 experts go through the same one. Nothing of the package is imported unless asked for.
@@ -46,40 +45,29 @@ _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
 
 
-# -- the package: whether this process can use it, and the buffers that its users share --------------------------------
-
-
-def why_not(device: torch.device | None = None) -> str:
-    """Return why this process cannot use DeepEP, or "". Imports nothing."""
+def why_not(device: torch.device | None = None, *, low_latency: bool = False) -> str:
+    """Return why this process cannot use DeepEP, or "". Imports nothing. Low-latency kernels send by InfiniBand's queue
+    pairs, also inside a node, and without any they trap, which ends the CUDA context."""
     if device is not None and device.type != "cuda":
         return f"it carries between GPUs, and this model is on {device.type}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.cuda.get_device_capability() < (9, 0):
         return "it is for Hopper and newer"
+    if low_latency and not rdma_devices():
+        return "low_latency_tokens needs InfiniBand, and /sys/class/infiniband has no device: leave it out"
     return "" if util.find_spec("deep_ep") else f"the package deep_ep is not installed: {INSTALL}"
-
-
-def no_infiniband() -> str:
-    """Return why the low-latency kernels cannot run on this machine, or "". They send by InfiniBand's queue pairs, also
-    inside a node, and without any they trap, which ends the CUDA context."""
-    if rdma_devices():
-        return ""
-    return "low_latency_tokens needs InfiniBand, and /sys/class/infiniband has no device: leave low_latency_tokens out"
 
 
 def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
     """Return why DeepEP cannot carry between so many ranks, or ""."""
-    if num_ranks <= RANKS_OF_A_NODE:
-        if num_ranks not in (2, 4, 8):
-            return f"it carries between 2, 4 or 8 ranks of a node, not {num_ranks}"
-        if ranks_per_node < num_ranks:
-            return (
-                f"up to {RANKS_OF_A_NODE} ranks must share a node, and these {num_ranks} have {ranks_per_node} on each"
-            )
-    elif num_ranks % RANKS_OF_A_NODE or ranks_per_node % RANKS_OF_A_NODE:
+    if num_ranks > RANKS_OF_A_NODE:
+        if num_ranks % RANKS_OF_A_NODE == ranks_per_node % RANKS_OF_A_NODE == 0:
+            return ""
         return f"across nodes it wants {RANKS_OF_A_NODE} ranks of each, not {ranks_per_node} of {num_ranks}"
-    return ""
+    if num_ranks in (2, 4, 8) and ranks_per_node >= num_ranks:
+        return ""
+    return f"it carries between 2, 4 or 8 ranks that share a node, not {num_ranks} with {ranks_per_node} on each"
 
 
 def imported(asked: str = "dispatch='deepep'") -> Any:
@@ -116,20 +104,15 @@ def refuse_filled_memory() -> None:
 
 def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) -> Any:
     """Return a buffer between the ranks of a group, for rows of any width that one call takes. Collective."""
-    ranks = group.size()
-    if ranks > RANKS_OF_A_NODE and (why := claim("DeepEP between nodes", group)):
-        raise ConfigError(
-            f"DeepEP carries between nodes by NVSHMEM: {why}; no buffer for two batches at once, for other "
-            "sms or another EP group"
-        )
-    sizes = [
-        (
-            config.get_nvl_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks),
-            config.get_rdma_buffer_size_hint(SIZED_FOR_ROW_BYTES, ranks) if ranks > RANKS_OF_A_NODE else 0,
-        )
-        for config in (there, back)
-    ]
-    nvlink, rdma = (max(column) for column in zip(*sizes, strict=True))
+    asked, rdma = (SIZED_FOR_ROW_BYTES, group.size()), 0
+    if group.size() > RANKS_OF_A_NODE:
+        if why := claim("DeepEP between nodes", group):
+            raise ConfigError(
+                f"DeepEP carries between nodes by NVSHMEM: {why}; no buffer for two batches at once, for other "
+                "sms or another EP group"
+            )
+        rdma = max(config.get_rdma_buffer_size_hint(*asked) for config in (there, back))
+    nvlink = max(config.get_nvl_buffer_size_hint(*asked) for config in (there, back))
     return package.Buffer(group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
 
 
@@ -143,9 +126,6 @@ def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: A
 
 
 _buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
-
-
-# -- the transport -----------------------------------------------------------------------------------------------------
 
 
 class DeepEP(Transport):
@@ -163,29 +143,26 @@ class DeepEP(Transport):
 
     def warm_up(self, deadline: float) -> None:
         problem, package = "", self._package
-        if package is None:
-            problem = why_not(self.device)
-            try:
-                package = package if problem else imported(asked="transport='deepep'")
-            except ConfigError as error:
-                problem = str(error)
-        said = self._gather([node_of_this_rank(), problem], deadline)
-        nodes = [node for node, _ in said]
-        problem = next((f"EP rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
+        try:
+            if package is None and not (problem := why_not(self.device)):
+                package = imported(asked="transport='deepep'")
+        except ConfigError as error:
+            problem = str(error)
+        nodes, problems = zip(*self._gather([node_of_this_rank(), problem], deadline), strict=True)
+        problem = next((f"EP rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         if not problem and self._num_ranks > 1 and self._package is None:
-            problem = why_not_between(self._num_ranks, min(nodes.count(node) for node in nodes))
+            problem = why_not_between(self._num_ranks, min(map(nodes.count, nodes)))
         if problem:
             raise TransportError(f"transport 'deepep': {problem}")
+        if self._num_ranks > 1:
+            try:
+                package.Buffer.set_num_sms(NUM_SMS)
+                self._there, back = settings(package, self._num_ranks)
+                refuse_filled_memory()
+                self._buffer = shared_buffer(package, self._group, NUM_SMS, self._there, back)
+            except (RuntimeError, AssertionError, ConfigError) as error:
+                raise TransportError(f"transport 'deepep': {one_line(error)}") from error
         self._problem = ""
-        if self._num_ranks == 1:
-            return
-        try:
-            package.Buffer.set_num_sms(NUM_SMS)
-            self._there, back = settings(package, self._num_ranks)
-            refuse_filled_memory()
-            self._buffer = shared_buffer(package, self._group, NUM_SMS, self._there, back)
-        except (RuntimeError, AssertionError, ConfigError) as error:
-            raise TransportError(f"transport 'deepep': {one_line(error)}") from error
         self._try_out(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -196,7 +173,11 @@ class DeepEP(Transport):
         if self._num_ranks > 1:
             self._stream.after_current()
             try:
-                self._carry(out, into, time.monotonic() + self._timeout)
+                rows_RR = -(-self._agree(out, into, time.monotonic() + self._timeout) // ROW_BYTES)
+                deadline = time.monotonic() + self._timeout
+                for first in range(0, int(rows_RR.max()), self._most_rows):
+                    with self._stream():
+                        self._call(out, into, (rows_RR - first).clamp(0, self._most_rows), first, deadline)
             except Exception as error:  # CUDA, DeepEP, the group
                 self._problem = one_line(error)
                 raise TransportError(self._problem) from error
@@ -205,15 +186,6 @@ class DeepEP(Transport):
     def close(self) -> None:
         """The buffer stays: taking it down would wait for all ranks."""
         self._problem = self._problem or "it is closed"
-
-    def _carry(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> None:
-        most, rows_RR = self._most_rows, -(-self._agree(sends, receives, deadline) // ROW_BYTES)
-        whole, deadline = True, max(deadline, time.monotonic()) + self._timeout
-        for first in range(0, int(rows_RR.max()), most):  # also after a loss: the others make these calls too
-            with self._stream():
-                whole = self._call(sends, receives, (rows_RR - first).clamp(0, most), first, deadline) and whole
-        if not whole:
-            raise TransportError("rows did not arrive as they were sent")
 
     def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> Tensor:
         """Return bytes from each rank (first) to each rank, the same on all; afterwards every rank makes the calls."""
@@ -234,48 +206,36 @@ class DeepEP(Transport):
 
     def _call(
         self, sends: Sequence[Message], receives: Sequence[Message], rows_RR: Tensor, first: int, deadline: float
-    ) -> bool:
-        """Carry so many rows from each rank to each, from ``first`` on. Returns whether those for this rank came."""
+    ) -> None:
+        """Carry so many rows from each rank to each, from ``first`` on."""
         going_R, coming_R = rows_RR[self._rank].tolist(), rows_RR[:, self._rank].tolist()
         to_N1 = torch.repeat_interleave(rows_RR[self._rank])[:, None]
-        numbers_N1 = torch.cat([self._numbers(self._rank, rows) for rows in going_R])[:, None]
-        if not len(to_N1):  # where nothing goes, a row to no rank, of number 0
-            to_N1, numbers_N1 = torch.full((1, 1), -1), torch.zeros(1, 1)
+        if not len(to_N1):
+            to_N1 = torch.full((1, 1), -1)  # where nothing goes, a row to no rank
+        to_N1 = to_N1.to(self.device, non_blocking=True)
         rows_NC = torch.empty(len(to_N1), ROW_BYTES, dtype=torch.uint8, device=self.device)
         for own, place in _parts(sends, rows_NC, going_R, first):
             place.copy_(own, non_blocking=True)
-        to_N1, numbers_N1 = (t.to(self.device, non_blocking=True) for t in (to_N1, numbers_N1))
-        expected_M = torch.cat([self._numbers(source, rows) for source, rows in enumerate(coming_R)])
         of_node = RANKS_OF_A_NODE
         here = self._rank // of_node * of_node  # what crosses to a node comes by the rank of the same place there
         passing = int(rows_RR[self._rank % of_node :: of_node, here : here + of_node].sum())
         to_ranks, to_nodes, to_experts, in_rank, _ = self._buffer.get_dispatch_layout(to_N1, self._num_ranks)
-        arrived_MC, _, weights_M1, *_ = self._buffer.dispatch(
+        arrived_MC, *_ = self._buffer.dispatch(
             rows_NC.view(torch.bfloat16),
             num_tokens_per_rank=to_ranks,
             num_tokens_per_rdma_rank=to_nodes,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=to_experts,
             topk_idx=to_N1,
-            topk_weights=numbers_N1,
+            topk_weights=torch.ones_like(to_N1, dtype=torch.float32),
             # Room for what arrives or passes. Without it the host would wait, inside a node with Python locked.
-            num_worst_tokens=max(1, len(expected_M), passing),
+            num_worst_tokens=max(1, sum(coming_R), passing),
             config=self._there,
         )
-        numbers_M, order_M = weights_M1[: len(expected_M), 0].sort()
-        arrived_MC = arrived_MC.index_select(0, order_M).view(torch.uint8)
-        on_host = numbers_M.to("cpu", non_blocking=True)
         wait_until(self._stream.mark(), deadline, "an exchange by DeepEP")
-        if not torch.equal(on_host, expected_M):
-            return False
-        for own, place in _parts(receives, arrived_MC, coming_R, first):
+        for own, place in _parts(receives, arrived_MC.view(torch.uint8), coming_R, first):
             own.copy_(place, non_blocking=True)
         wait_until(self._stream.mark(), deadline, "copying what DeepEP brought")
-        return True
-
-    def _numbers(self, source: int, rows: int) -> Tensor:
-        """Return float32 ``[rows]``: numbers from 1 of rows of a rank in one call, ascending with the rank."""
-        return torch.arange(1, rows + 1, dtype=torch.float32) + source * self._most_rows
 
 
 def _parts(

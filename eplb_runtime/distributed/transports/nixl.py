@@ -46,8 +46,8 @@ def why_not() -> str:
     """Return what this process lacks to use NIXL, or "". Makes an agent and destroys it."""
     try:
         new_agent(f"probe {secrets.token_hex(8)}")
-    except Exception as error:
-        return str(error) or type(error).__name__
+    except TransportError as error:
+        return str(error)
     return ""
 
 
@@ -76,20 +76,17 @@ class Nixl(Windows):
         self._leaving: list[Leaving] = []
         self._agent = new_agent(name)
         window = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._rank_of: dict[str, int] = {}
         try:
             self._registered = self._agent.register_memory(window)
-        except Exception as error:
-            raise TransportError(f"nixl cannot register {nbytes} bytes: {error}") from error
-        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        self._rank_of: dict[str, int] = {}
-        said = self._gather([name, metadata, window.data_ptr(), max(0, window.get_device())], deadline)
-        try:
+            metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+            said = self._gather([name, metadata, window.data_ptr(), max(0, window.get_device())], deadline)
             for peer, (other, theirs, *_) in enumerate(said):
                 if peer != self._rank:
                     self._rank_of[other] = peer
                     self._agent.add_remote_agent(base64.b64decode(theirs))
         except Exception as error:
-            raise TransportError(f"a peer's address cannot be used by nixl: {error}") from error
+            raise TransportError(f"nixl cannot open {nbytes} bytes to the other ranks: {one_line(error)}") from error
         self._others = [(other, address - window.data_ptr(), index) for other, _, address, index in said]
         return window
 
@@ -98,9 +95,8 @@ class Nixl(Windows):
 
     def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
         """Notify: to a rank that lets go of its agent at that moment, this fails, and a write may end the process."""
-        return self._leave(
-            partial(self._agent.send_notif, self._others[peer][0], _NOTE.pack(kind, number)), peer, after
-        )
+        notify = partial(self._agent.send_notif, self._others[peer][0], _NOTE.pack(kind, number))
+        return self._leave(notify, peer, after)
 
     def _look(self) -> bool:
         for name, said in self._agent.get_new_notifs().items():

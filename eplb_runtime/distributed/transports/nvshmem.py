@@ -1,19 +1,17 @@
 """NVSHMEM (extras ``nvshmem-cu12``, ``nvshmem-cu13``): writes on a stream into windows (`windows.py`) in the memory of
 other GPUs, over NVLink or RDMA, without the host or NCCL in between.
 
-NVSHMEM is started once a process, and allocating or freeing waits for all ranks without a deadline; its binding starts
-with Python's interpreter unlocked, and allocates with it locked (`malloc` in nvshmem4py's nvshmem.pyx has no
-``nogil``). So windows are equally large everywhere and stay: one for each transport in use at once, lent again to the
-next; and all of this runs where training waits on every rank (`control_channel.Reconnection`): no thread of a
-rank that waits here is needed by one that has yet to come. Only writes on a stream and `quiet` are used: signals, teams
-and collectives end the process where several ranks share a GPU.
+NVSHMEM is started once a process; allocating or freeing waits for all ranks without a deadline, with Python's
+interpreter locked (`malloc` in nvshmem4py's nvshmem.pyx has no ``nogil``). So windows are equally large everywhere and
+stay: one for each transport in use at once, lent again to the next; and all of this runs where training waits on every
+rank (`ControlChannel.reconnect`): no thread of a rank that waits here is needed by one that has yet to come. Only
+writes on a stream and `quiet` are used: signals, teams and collectives end the process where ranks share a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,25 +27,14 @@ from .windows import HasLeft, Windows
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
 
 
-@dataclass(frozen=True)
-class Library:
-    """What is used of nvshmem4py: ``get_unique_id``, ``init`` and ``tensor`` of ``nvshmem.core``, and
-    ``putmem_on_stream`` and ``quiet_on_stream`` of its bindings."""
-
-    core: Any
-    bindings: Any
-    device_of: Callable[[int], Any]
-
-
-def load() -> Library:
-    """Return the package, or raise TransportError."""
+def load() -> Any:
+    """Return what is used of nvshmem4py: ``get_unique_id``, ``init`` and ``tensor`` of ``nvshmem.core``, and
+    ``putmem_on_stream`` and ``quiet_on_stream`` of its bindings; or raise TransportError."""
     try:
-        return Library(
-            import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem"), import_module("cuda.core").Device
-        )
+        core, bindings = import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem")
+        return SimpleNamespace(core=core, bindings=bindings, device_of=import_module("cuda.core").Device)
     except (ImportError, OSError, RuntimeError) as error:
-        reason = one_line(error)
-        raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({reason}): {INSTALL}") from error
+        raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({one_line(error)}): {INSTALL}") from error
 
 
 _world: list[tuple[str, tuple[int, ...]]] = []
@@ -65,7 +52,7 @@ def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
     return ""
 
 
-_running: list[Library] = []
+_running: list[Any] = []
 _windows: list[Tensor] = []
 _lent: set[int] = set()
 """Windows on the heap of this process, and the numbers of those that a transport uses."""
@@ -107,7 +94,7 @@ class Nvshmem(Windows):
     def _release(self) -> None:
         _lent.discard(self._number)
 
-    def _start(self, library: Library, deadline: float) -> None:
+    def _start(self, library: Any, deadline: float) -> None:
         first = self._rank == 0
         identity = library.core.get_unique_id(empty=not first)
         raw = identity._data.view(np.uint8)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,23 +56,13 @@ def why_not(device: torch.device) -> str:
     return ""
 
 
-@dataclass
-class _SymmetricBlock:
-    """Memory of this rank, torch's handle for that of all, and the bytes of other ranks."""
-
-    own: Tensor
-    handle: Any = None
-    of_peer: dict[int, Tensor] = field(default_factory=dict)
-
-
 class NodeMemory:
     """Memory of this rank and of the others of its node.
 
     Args:
         group: the ranks of the node; used to meet, by its store. It is torch's to find by its name from here on.
         device: of all memory.
-        timeout_seconds: a signal that is waited for longer ends the process: torch's kernels print which one, and stop
-            the GPU's work with an error. 0: never.
+        timeout_seconds: a signal that is waited for longer stops the GPU's work with an error that names it. 0: never.
         package: in the place of torch's.
         group_device: that the group's backend works on.
 
@@ -91,29 +80,27 @@ class NodeMemory:
         group_device: torch.device = _CPU,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.channels = 0
-        self._group = group
-        self._device, self._group_device = device, group_device
+        self._group, self._group_device, self._device = group, group_device, device
         self._timeout_ms = int(timeout_seconds * 1000)
         self._why_not = why_not(device) if package is None else ""
         self._package = package or import_module(_OF_TORCH)
-        self._blocks: list[_SymmetricBlock] = []
+        self._blocks: list[Tensor] = []
+        self._handles: list[Any] = []
 
     def meet(self, deadline: float) -> None:
         """Compare what ranks see of their node. Collective; waits on the host."""
         self.channels = int(self._package.get_signal_pad_size()) // (_BYTES_OF_A_SIGNAL * self.size)
         mine = [node_of_this_rank(), self.channels, self._why_not]
-        nodes, channels, whys = zip(*gather_json(mine, self._group, self._group_device, deadline), strict=True)
-        for rank, why in enumerate(whys):
+        for rank, (node, channels, why) in enumerate(gather_json(mine, self._group, self._group_device, deadline)):
             if why:
                 raise RuntimeError(f"rank {rank} of the group: {why}")
-        if len(set(nodes)) > 1:
-            raise RuntimeError("ranks that the launcher counts to one node see different ones")
-        if len(set(channels)) > 1:
-            raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
+            if node != mine[0]:
+                raise RuntimeError("ranks that the launcher counts to one node see different ones")
+            if channels != self.channels:
+                raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
 
     def connect(self, deadline: float) -> None:
-        """`meet`, open a first block, and try writes and signals between all ranks. Arguments and errors as there."""
+        """`meet`, open a first block, and try writes and signals between all ranks."""
         self.meet(deadline)
         if self.channels < LEAST_CHANNELS:
             raise RuntimeError(
@@ -123,9 +110,8 @@ class NodeMemory:
         trial = self.zeros((self.size,), torch.int32, self._device)
         self.open()
         others = [peer for peer in range(self.size) if peer != self.rank]
-        mine = torch.tensor([self.rank + 1], dtype=torch.int32, device=self._device)
         for peer in others:
-            self.of_peer(peer, trial)[self.rank : self.rank + 1].copy_(mine)
+            self.of_peer(peer, trial)[self.rank : self.rank + 1].fill_(self.rank + 1)
             self.put(peer, 0)
         for peer in others:
             self.wait(peer, 0)
@@ -136,13 +122,13 @@ class NodeMemory:
         """A new block; the same on every rank. It lives as long as this object."""
         if device.type != self._device.type:
             raise RuntimeError(f"rows of copies on {device}, and the node's memory is on {self._device}")
-        self._blocks.append(_SymmetricBlock(self._package.empty(tuple(shape), dtype=dtype, device=device).zero_()))
-        return self._blocks[-1].own
+        self._blocks.append(self._package.empty(tuple(shape), dtype=dtype, device=device).zero_())
+        return self._blocks[-1]
 
     def open(self) -> None:
         """Open all blocks that are new. Collective; waits on the host."""
-        new = [block for block in self._blocks if block.handle is None]
-        blocks = [[list(block.own.shape), str(block.own.dtype)] for block in new]
+        new = self._blocks[len(self._handles) :]
+        blocks = [[list(block.shape), str(block.dtype)] for block in new]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         deadline = time.monotonic() + max(1.0, self._timeout_ms / 1000)
@@ -150,32 +136,27 @@ class NodeMemory:
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:
             try:
-                block.handle = self._package.rendezvous(block.own, self._group)
+                self._handles.append(self._package.rendezvous(block, self._group))
             except RuntimeError as error:  # on all ranks: torch compares all of them
                 hint = f" (ranks that see one GPU each: set {SHARING}=1 on all)" if "overlapping" in str(error) else ""
                 raise RuntimeError(f"{one_line(error)}{hint}") from error
-            for peer in range(self.size):
-                block.of_peer[peer] = block.handle.get_remote_tensor(peer, (block.own.nbytes,), torch.uint8)
 
     def of_peer(self, peer: int, own: Tensor) -> Tensor:
         """Memory of another rank that lies there as ``own``, contiguous and part of a block, does here."""
-        address = own.data_ptr()
-        for block in self._blocks:
-            offset = address - block.own.data_ptr()
-            if offset >= 0 and offset + own.nbytes <= block.own.nbytes:
-                there = block.of_peer[peer][offset : offset + own.nbytes]
-                return there.view(own.dtype).view(own.shape)
+        for block, handle in zip(self._blocks, self._handles, strict=False):
+            offset = own.data_ptr() - block.data_ptr()
+            if 0 <= offset <= block.nbytes - own.nbytes:
+                there: Tensor = handle.get_remote_tensor(peer, (block.nbytes,), torch.uint8)
+                return there[offset : offset + own.nbytes].view(own.dtype).view(own.shape)
         raise RuntimeError("these rows are outside the memory that the node's ranks share")
-
-    # -- on the current stream -----------------------------------------------------------------------------------------
 
     def put(self, peer: int, channel: int) -> None:
         """Signal what was done so far; waits until the signal before has been taken."""
-        self._blocks[0].handle.put_signal(peer, channel, self._timeout_ms)
+        self._handles[0].put_signal(peer, channel, self._timeout_ms)
 
     def wait(self, peer: int, channel: int) -> None:
         """Until that rank has put a signal; it is taken."""
-        self._blocks[0].handle.wait_signal(peer, channel, self._timeout_ms)
+        self._handles[0].wait_signal(peer, channel, self._timeout_ms)
 
 
 class CudaIpc(Windows):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
+from ...utils.worker import Worker
 from .base import Message, Pending, Transport, TransportError
 
 _CLOSING = timedelta(milliseconds=1)
@@ -26,11 +27,9 @@ class TorchPointToPoint(Transport):
 
     def __init__(self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> None:
         super().__init__(group, backend, device, timeout_seconds)
-        self._on_host = backend == "gloo"
-        self._pinned = self._on_host and device.type == "cuda"
-        self.device = self._group_device
-        self.in_order = not self._on_host
-        self._tags: Counter[tuple[int, bool]] = Counter()
+        self._pinned = backend == "gloo" and device.type == "cuda"
+        self.device, self.in_order = self._group_device, backend != "gloo"
+        self._tags: Counter[tuple[int, Any]] = Counter()
 
     def warm_up(self, deadline: float) -> None:
         # One call that every rank of the group makes: NCCL builds the communicator of the whole group in it.
@@ -40,65 +39,55 @@ class TorchPointToPoint(Transport):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        out, into = self._to_others(sends, receives)
+        operations, (out, into) = list[dist.P2POp](), self._to_others(sends, receives)
         try:
-            operations = [*self._operations(dist.irecv, into), *self._operations(dist.isend, out)]
+            for kind, message in (*((dist.irecv, one) for one in into), *((dist.isend, one) for one in out)):
+                # A tag per message of a pair: gloo matches by tag, NCCL by order, and both agree.
+                peer = dist.get_global_rank(self._group, message.peer)
+                tag = self._tags[peer, kind] % _TAGS
+                self._tags[peer, kind] += 1
+                operations.append(dist.P2POp(kind, message.data, peer, self._group, tag=tag))
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(error) from error
         if not works:
             return Pending()
-        return _OnHost(works, time.monotonic() + self._timeout) if self._on_host else _OnDevice(works, self._group)
-
-    def _operations(self, kind: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
-        # A tag per message of a pair: gloo matches by tag, NCCL by order, and both agree.
-        operations, sent = [], kind is dist.isend
-        for message in messages:
-            peer = dist.get_global_rank(self._group, message.peer)
-            tag = self._tags[peer, sent] % _TAGS
-            operations.append(dist.P2POp(kind, message.data, peer, self._group, tag=tag))
-            self._tags[peer, sent] += 1
-        return operations
+        return _OnDevice(works, self._group) if self.in_order else _OnHost(works, time.monotonic() + self._timeout)
 
 
 class _OnHost(Pending):
     """Works of gloo, which tells of their end only to a thread that waits."""
 
     def __init__(self, works: Sequence[dist.Work], end: float) -> None:
-        self._works, self._end = works, end
-        self._finished, self._problem = threading.Event(), ""
-        threading.Thread(target=self._watch, daemon=True, name="eplb_runtime transport").start()
+        def watch() -> None:
+            for work in works:
+                work.wait(timedelta(seconds=max(end - time.monotonic(), _CLOSING.total_seconds())))
 
-    def _watch(self) -> None:
-        try:
-            for work in self._works:
-                work.wait(timedelta(seconds=max(self._end - time.monotonic(), _CLOSING.total_seconds())))
-        except Exception as error:  # whatever it is: who waits for this must not wait without end
-            self._problem = str(_failed(error))
-        self._finished.set()
+        self._works, self._given_up = works, ""
+        self._ended = Worker("eplb_runtime transport").submit(watch)
 
     def poll(self) -> bool:
-        if self._finished.is_set() and self._problem:
-            raise TransportError(self._problem)
-        return self._finished.is_set()
+        if self._ended.done() and (error := self._ended.exception()) is not None:
+            raise TransportError(self._given_up) if self._given_up else _failed(error)
+        return self._ended.done()
 
     def wait(self, deadline: float) -> None:
-        if not self._finished.wait(max(0.0, deadline - time.monotonic())):
-            self._give_up("messages were not through in time")
+        if not wait([self._ended], max(0.0, deadline - time.monotonic())).done:
+            self._give_up("point-to-point messages were not through in time")
         self.poll()
 
     def abort(self) -> None:
-        self._give_up("messages were aborted")
+        self._give_up("point-to-point messages were aborted")
 
     def _give_up(self, reason: str) -> None:
         """gloo cannot cancel one operation. A wait that expires closes all connections of its group, which ends the
         waiting thread too."""
-        if not self._finished.is_set():
+        if not self._ended.done():
             with contextlib.suppress(Exception):
                 for work in self._works:
                     work.wait(_CLOSING)
-            self._finished.wait()
-            self._problem = self._problem and f"point-to-point {reason}"
+            wait([self._ended])
+            self._given_up = reason
 
 
 class _OnDevice(Pending):
@@ -128,5 +117,5 @@ class _OnDevice(Pending):
         self._aborted = True
 
 
-def _failed(error: Exception) -> TransportError:
+def _failed(error: BaseException) -> TransportError:
     return TransportError(f"point-to-point messages failed: {one_line(error)}")

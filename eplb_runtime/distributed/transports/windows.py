@@ -43,18 +43,25 @@ HasLeft = Callable[[], bool]
 """Asks whether a write has left."""
 
 
+@dataclass(eq=False)
 class _Posted(Pending):
     """Messages of one call, of which so many pieces are ``left``."""
 
-    def __init__(self, windows: Windows, left: int) -> None:
-        self._windows = windows
-        self.left = left
+    windows: Windows
+    left: int = 0
 
     def poll(self) -> bool:
-        return self._windows.go_on(self)
+        with self.windows.state:
+            if self.left:
+                self.windows.go_on()
+            if self.left and self.windows.problem:
+                raise TransportError(self.windows.problem)
+            return not self.left
 
     def abort(self) -> None:
-        self._windows.abort(self)
+        with self.windows.state:
+            if self.left:
+                self.windows.give_up("messages were aborted")
 
 
 @dataclass
@@ -74,7 +81,7 @@ class _Peer:
 
 
 class Windows(Transport):
-    """Writes into the windows of other ranks; the group is only used to meet. `_state` guards all of it."""
+    """Writes into the windows of other ranks; the group is only used to meet. ``state`` guards all of it."""
 
     staged: ClassVar[bool] = True
     """Pieces are copied into this rank's window, and written from there."""
@@ -83,8 +90,8 @@ class Windows(Transport):
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
         super().__init__(group, backend, device, timeout_seconds, package)
-        self._state = threading.RLock()
-        self._problem = "it is not warmed up"
+        self.state = threading.RLock()
+        self.problem = "it is not warmed up"
         self._piece_bytes = 0
         self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
         self._stream, self._reading = SideStream(device), SideStream(device)
@@ -129,8 +136,6 @@ class Windows(Transport):
     def _release(self) -> None:
         """Note that this rank has written its last."""
 
-    # -- the transport -------------------------------------------------------------------------------------------------
-
     def warm_up(self, deadline: float) -> None:
         if self._piece_bytes:
             return
@@ -138,7 +143,7 @@ class Windows(Transport):
         piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
         notes = 2 * self._num_ranks * KINDS * HALVES * _NOTE
         self._lay_out(self._open(pieces * piece_bytes + 8 * notes, deadline), piece_bytes)
-        self._problem = ""
+        self.problem = ""
         # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
         self._gather(None, deadline)
@@ -159,10 +164,10 @@ class Windows(Transport):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         both = self._to_others(sends, receives)
-        with self._state:
-            if self._problem:
-                raise TransportError(f"{type(self).__name__} is not used any more: {self._problem}")
-            posted = _Posted(self, 0)
+        with self.state:
+            if self.problem:
+                raise TransportError(f"{type(self).__name__} is not used any more: {self.problem}")
+            posted = _Posted(self)
             self._stream.after_current()
             for messages, sent in zip(both, (True, False), strict=True):
                 for message in messages:
@@ -170,43 +175,28 @@ class Windows(Transport):
                     pieces = torch.split(message.data.detach(), self._piece_bytes)
                     (traffic.sends if sent else traffic.receives).extend((piece, posted) for piece in pieces)
                     posted.left += len(pieces)
-            self._go_on()
+            self.go_on()
         return posted
-
-    def go_on(self, posted: _Posted) -> bool:
-        """Begin and end what can be; return whether all that was posted is done. TransportError: it never will be."""
-        with self._state:
-            if posted.left:
-                self._go_on()
-            if posted.left and self._problem:
-                raise TransportError(self._problem)
-            return not posted.left
-
-    def abort(self, posted: _Posted) -> None:
-        """End everything that is not done yet; afterwards nothing of it is read or written."""
-        with self._state:
-            if posted.left:
-                self._give_up("messages were aborted")
 
     def close(self) -> None:
         """The window is its library's to free: that may wait for all ranks. A call of the library that does not come
         back is left to its thread."""
-        if self._state.acquire(timeout=LEFT_SECONDS):
+        if self.state.acquire(timeout=LEFT_SECONDS):
             try:
-                self._give_up("the transport is closed")
+                self.give_up("the transport is closed")
             finally:
-                self._state.release()
+                self.state.release()
 
     # -- the protocol; the lock is held --------------------------------------------------------------------------------
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Begin what can, end what is through, for a moment: who asks has a deadline, or rounds to vote on."""
         end = time.monotonic() + TURN_SECONDS
         try:
-            while not self._problem and self._step() and time.monotonic() < end:
+            while not self.problem and self._step() and time.monotonic() < end:
                 pass
         except Exception as error:  # of the device, or of the library
-            self._give_up(one_line(error))
+            self.give_up(one_line(error))
 
     def _step(self) -> bool:
         """Return whether anything began or ended."""
@@ -230,7 +220,7 @@ class Windows(Transport):
                     data.copy_(self._inbox_RHB[peer, traffic.taken % HALVES, : data.numel()], non_blocking=True)
                     self._under_way.append((self._tell(peer, TAKEN, traffic.taken), posted))
             if traffic.gone and (traffic.sends or traffic.receives):
-                self._give_up(f"EP rank {peer} has given up")
+                self.give_up(f"EP rank {peer} has given up")
                 return True
         return self._end_pieces() or went_on
 
@@ -262,13 +252,13 @@ class Windows(Transport):
                     with self._stream():
                         self._tell(peer, NOTHING, 0)
 
-    def _give_up(self, problem: str) -> None:
+    def give_up(self, problem: str) -> None:
         """End all that is pending on this rank, and tell the others."""
-        if self._problem:
+        if self.problem:
             return
         with suppress(Exception):
             self._hear()  # who has left is not told
-        self._problem = problem
+        self.problem = problem
         try:
             self._drop_puts()
             with self._stream():
@@ -278,7 +268,7 @@ class Windows(Transport):
             self._release()
             self._go_on_with_puts()
         except Exception as error:
-            self._problem = f"{problem}; {one_line(error)}"
+            self.problem = f"{problem}; {one_line(error)}"
         self._peers.clear()
         with suppress(Exception):  # of a device that is lost
             self._end_pieces()

@@ -62,7 +62,7 @@ from .checks import LayerTest, check, raise_on_all, rollback, wait_for_ranks
 from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
-from .state_hooks import OF_ONE_RANK, mark_parameter, mark_state
+from .state_hooks import OF_ONE_RANK, keep_from_dcp, mark_state
 from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
@@ -127,8 +127,7 @@ class Shards(NamedTuple):
 
 def shard_stage(described: Described) -> None:
     """``shard_experts`` for a model whose host has described it; errors as there."""
-    # A communicator of a job that leaves part of the world out would stay to the end of the process.
-    request = join(described, only_control=True)
+    request = join(described, keeps_trial=True)
     (stage,), job = request.stages, request.job
     with rollback(request.groups) as undo:
         placement, tests = check(request)
@@ -142,17 +141,17 @@ def shard_stage(described: Described) -> None:
     request.groups.close()
 
 
-def join(described: Described, *, only_control: bool = False) -> Request:
-    """Make groups of all ranks. Collective."""
+def join(described: Described, *, keeps_trial: bool = False) -> Request:
+    """Meet the ranks of the job. Collective. ``keeps_trial``: `attach` comes later."""
     config, ranks, device = described.config, described.ranks, described.device
-    if (trial := take_trial(keep=only_control)) is not None:
+    if (trial := take_trial(keep=keeps_trial)) is not None:
         config, ranks = layout_of(trial, config, ranks)
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
         layers = [len(stage.host.layers) for stage in described.stages]
-        groups = ProcessGroups(ranks, layers, device, config.timeout_seconds, only_control=only_control)
+        groups = ProcessGroups(ranks, layers, device, config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
     return Request(**{**vars(described), "config": config, "ranks": ranks}, groups=groups, trial=trial)
@@ -162,6 +161,7 @@ def check_all(request: Request, undo: ExitStack) -> Checked:
     """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
     or none."""
     config, groups, job, device = request.config, request.groups, request.job, request.device
+    groups.make()
     release_dropped()
     seconds = groups.setup_seconds
     transport = new_transport(config, groups.migration, groups.backend, device, seconds)
@@ -323,7 +323,7 @@ def install(made: Checked, balancer: Balancer) -> None:
     for index, name, layer in made.layers:
         mark_state(layer.experts, name, balancer, index, None if layer.slots else of_part)
         for own_name in layer.parameters if made.job.ep_size > 1 and not layer.slots else ():
-            mark_parameter(layer.parameter(own_name))
+            keep_from_dcp(layer.parameter(own_name))
     for stage in made.stages:
         balancer.closing.callback(stage.host.watch_batches())
         here = frozenset(index for index, name, _ in made.layers if name.startswith(stage.prefix))

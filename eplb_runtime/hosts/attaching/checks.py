@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig, DispatchConfig
-from ...distributed.consensus import barrier, deviating, first_problem, gather_json, has_another
+from ...distributed.consensus import barrier, differing, first_problem, gather_json
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import GroupError, Ranks, job_ranks
 from ...moe.experts.compute import Compute, SlotCounts
@@ -125,8 +125,8 @@ def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
         of_ranks = {rank: of_rank[number] for rank, (_, of_rank, _) in said.items() if of_rank[number] is not None}
         for together in [job.ranks] if over_all else job.dp_groups:
             having = [rank for rank in together if rank in of_ranks]
-            if odd := deviating(of_ranks, having):
-                raise AttachError(f"{has_another(odd, what, having[0])}: {hint}")
+            if odd := differing(of_ranks, having, what):
+                raise AttachError(f"{odd}: {hint}")
     placement = _initial_placement(asked, sorted({count for *_, counts in said.values() for count in counts}), given)
     # Once no rank is refused: a layer's own way may wait for others.
     tests = try_layers([layer for _, _, layer in asked.layers], config.guard)

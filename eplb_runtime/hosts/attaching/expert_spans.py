@@ -27,13 +27,10 @@ class ExpertCall:
 @torch.compiler.disable
 def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None]:
     """The hidden states for the experts, and the call; None: nothing can be marked now. For a clock that is on."""
-    begin = clock.mark()
-    if begin is None:
+    if (begin := clock.mark()) is None:
         return hidden, None
     call = ExpertCall(clock, begin)
-    if isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled():
-        hidden = _Marked.apply(hidden, partial(clock.backward_ends, call))
-    return hidden, call
+    return (_Marked.apply(hidden, partial(clock.backward_ends, call)) if _is_traced(hidden) else hidden), call
 
 
 @torch.compiler.disable
@@ -42,10 +39,12 @@ def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
     if call is None:
         return out
     call.clock.forward_ends(call.begin)
-    follows = isinstance(hidden, Tensor) and hidden.requires_grad and torch.is_grad_enabled()
-    if not (follows and isinstance(out, Tensor) and out.requires_grad):
-        return out
-    return _Marked.apply(out, partial(call.clock.backward_begins, call))
+    is_traced = _is_traced(hidden) and _is_traced(out)
+    return _Marked.apply(out, partial(call.clock.backward_begins, call)) if is_traced else out
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 class _Taken:

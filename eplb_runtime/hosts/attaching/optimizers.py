@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -17,7 +17,6 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...balancer.loop_state import LoopHooks, LoopState
@@ -53,8 +52,6 @@ class _Stepper:
 
     Args:
         held: how many parameters it holds.
-        outside: those outside the model, by a name for messages.
-        hooks: on an optimizer that may be let go.
         depth: of its steps that run now: one may call that of its base, for which torch calls hooks, too.
         turns: how often it has stepped, or was passed over.
         stepped: whether it has, in this training step; None: neither yet.
@@ -62,8 +59,6 @@ class _Stepper:
 
     optimizer: AnyOptimizer
     held: int
-    outside: dict[str, Tensor] = field(default_factory=dict)
-    hooks: list[RemovableHandle] = field(default_factory=list)
     depth: int = 0
     turns: int = 0
     stepped: bool | None = None
@@ -79,7 +74,6 @@ class Optimizers(LoopHooks):
         self._experts = {number: name for number, name in self._names.items() if name in layers}
         self._known: list[_Stepper] = []
         self._let_alone: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._in_closure = False
         ask = WeakMethod(self._refuse_strangers)  # torch's table lives as long as the process; a model need not
 
         def before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -96,72 +90,54 @@ class Optimizers(LoopHooks):
         the balancer learns what they hold outside the model."""
         for optimizer in optimizers:
             if container is None:
-                self._hook(optimizer, len(self._known))
+                self._hook(optimizer)
             elif isinstance(optimizer, torch.optim.Optimizer):
                 self._let_alone.add(optimizer)
                 self._balancer.tensors.train(optimizer, {})
                 if self._balancer.runtime.job.divided_rows:  # the framework saves it
                     order_optimizer(optimizer, self._experts, self._balancer)
         if container is not None:
-            one = self._known_as(container, len(self._known))
-            self._balancer.tensors.train_outside(one.outside)
-            self._hook_step(container, one)
+            self._balancer.tensors.train_outside(self._outside(self._know(container)))
 
-    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """`Balancer.adopt`."""
-        config, kept = self._balancer.config, [one for one in self._known if one.optimizer is not instead_of]
+        config, why = self._balancer.config, ""
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise AttachError(
+            why = (
                 f"a {type(optimizer).__name__} is no torch.optim.Optimizer, and only those are taken over: call attach "
                 "after it was made, with the model as it is trained (Megatron: wrapped in DistributedDataParallel)"
             )
-        each = self._balancer.runtime.registry.has_slots
-        why = why_not_stepped(optimizer, self._experts, each=each, known=config.elementwise)
-        if why := why or self._why_replaced(optimizer):
-            raise AttachError(why)
-        old = next((one for one in self._known if one.optimizer is instead_of), None)
-        if instead_of is not None and (old is None or not old.hooks):
-            raise AttachError(
-                f"instead_of is a {type(instead_of).__name__} that the balancer does not have by itself: give the very "
-                "one that attach or adopt was given; to replace a framework's own close, and attach again"
-            )
-        if old is not None and any(one.stepped is not None for one in self._known):
-            raise AttachError(
-                "adopt(..., instead_of=...) in the middle of a training step, in which some optimizers have stepped "
-                "and others not: call it when all have"
-            )
-        if config.replica_slots and not self._known:
-            raise AttachError(
+        elif config.replica_slots and not self._known:
+            why = (
                 "the model was attached without an optimizer and with replica slots, which gather no gradients then: "
                 "give the optimizer to attach, or use replica_slots=0"
             )
-        held = held_by([*(one.optimizer for one in kept), optimizer])
-        if twice := [name for key, name in self._names.items() if held[key] > 1]:
-            raise AttachError(
-                f"{twice[0]} is in several optimizers: give each parameter to one, and let go the one that this "
-                "replaces: balancer.adopt(optimizer, instead_of=old)"
-            )
-        if old is None:
-            self._hook(optimizer, len(self._known))
-            return
-        for handle in old.hooks:  # its step is refused from here on
-            handle.remove()
-        self._balancer.tensors.forget(old.optimizer, old.outside)
-        self._hook(optimizer, self._known.index(old))
+        else:
+            each = self._balancer.runtime.registry.has_slots
+            why = why_not_stepped(optimizer, self._experts, each=each, known=config.elementwise)
+            held = held_by([*(one.optimizer for one in self._known), optimizer])
+            if not why and (twice := [name for key, name in self._names.items() if held[key] > 1]):
+                why = (
+                    f"{twice[0]} is in several optimizers: give each parameter to one, and keep the one that attach "
+                    "was given (begin anew by its state.clear(), or change the options of its groups)"
+                )
+        if why:
+            raise AttachError(why)
+        self._hook(optimizer)
 
-    def _known_as(self, optimizer: AnyOptimizer, number: int) -> _Stepper:
-        """Under this number, where none is or the one before was let go."""
-        one = _Stepper(optimizer, _count(optimizer))
-        self._known[number : number + 1] = [one]
-        one.outside = self._outside(number)
+    def _know(self, optimizer: AnyOptimizer) -> _Stepper:
+        self._known.append(one := _Stepper(optimizer, _count(optimizer)))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(partial(self._before_step, one))
+            optimizer.register_step_post_hook(partial(self._after_step, one))
         return one
 
-    def _hook(self, optimizer: AnyOptimizer, number: int) -> None:
-        balancer, one = self._balancer, self._known_as(optimizer, number)
-        balancer.tensors.train(optimizer, one.outside)
+    def _hook(self, optimizer: AnyOptimizer) -> None:
+        balancer, one = self._balancer, self._know(optimizer)
+        balancer.tensors.train(optimizer, self._outside(one))
         if isinstance(optimizer, torch.optim.Optimizer):
             saves = order_optimizer if balancer.runtime.job.divided_rows else mark_optimizer  # or the framework does
-            one.hooks = [*saves(optimizer, self._experts, balancer), *self._hook_step(optimizer, one)]
+            saves(optimizer, self._experts, balancer)
             return
 
         def before() -> None:
@@ -178,45 +154,25 @@ class Optimizers(LoopHooks):
         )
         balancer.closing.callback(undo.remove)
 
-    def _hook_step(self, optimizer: torch.optim.Optimizer, one: _Stepper) -> list[RemovableHandle]:
-        after = optimizer.register_step_post_hook(partial(self._after_step, one))
-        # Hooks that a user has registered by now may write weights.
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        return [optimizer.register_step_pre_hook(partial(self._before_step, one)), after]
-
-    def _outside(self, number: int) -> dict[str, Tensor]:
-        """Return what an optimizer holds outside the model."""
+    def _outside(self, one: _Stepper) -> dict[str, Tensor]:
         return {
-            f"parameter {index} of group {group_number} of optimizer {number}": parameter
-            for group_number, group in enumerate(self._known[number].optimizer.param_groups)
+            f"parameter {index} of group {group_number} of optimizer {self._known.index(one)}": parameter
+            for group_number, group in enumerate(one.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
             if id(parameter) not in self._names
         }
 
     def follow(self) -> None:
         """Take over what ``add_param_group`` has added since."""
-        for number, one in enumerate(self._known):
+        for one in self._known:
             if (held := _count(one.optimizer)) != one.held:
-                if why := self._why_replaced(one.optimizer):
-                    raise RuntimeError(why)
-                one.held = held
                 # On one rank alone the average of gradients would be over other tensors than on the others.
                 self._balancer.runtime.barrier(f"add_param_group of a {type(one.optimizer).__name__}")
-                one.outside = self._outside(number)
-                self._balancer.tensors.train_outside(one.outside)
+                one.held = held
+                self._balancer.tensors.train_outside(self._outside(one))
 
     def before_reduce(self) -> None:
         self.follow()
-
-    def _why_replaced(self, optimizer: AnyOptimizer) -> str:
-        """Say that an optimizer has a parameter that attach has replaced; empty: it has none."""
-        held, replaced = held_by([optimizer]), self._balancer.runtime.model_check.replaced()
-        for name in (name for name, parameter in replaced.items() if held[id(parameter)]):
-            return (
-                f"the optimizer was given {name} as it was before attach, of all experts, with which the model no "
-                "longer computes: take parameters from model.parameters() after attach"
-            )
-        return ""
 
     @torch.compiler.disable
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -229,7 +185,7 @@ class Optimizers(LoopHooks):
             raise RuntimeError(
                 f"a {type(optimizer).__name__} that the balancer does not know steps {name} of the attached model, "
                 "with gradients that are not reduced: give all optimizers to attach(model, [first, second]), or one "
-                "that is made later to balancer.adopt(optimizer), with instead_of=old where it replaces one"
+                "that is made later to balancer.adopt(optimizer); none takes the place of another"
             )
         self._let_alone.add(optimizer)
 
@@ -255,11 +211,8 @@ class Optimizers(LoopHooks):
             return None
 
         def reduced() -> Any:
-            self._in_closure = True
-            try:
-                loss = closure()
-            finally:
-                self._in_closure = False
+            depth, loss = one.depth, closure()
+            one.depth = depth  # its forward is inside of this step
             self._balancer.gradients.on_step_end()
             self._balancer.loop.before_step()
             return loss
@@ -271,7 +224,7 @@ class Optimizers(LoopHooks):
 
     def on_forward_begin(self, trains: bool) -> None:
         """Forget steps that have raised: a forward between steps begins a new one."""
-        for one in self._known if trains and not self._in_closure else ():
+        for one in self._known if trains else ():
             one.depth = 0
 
     @contextmanager

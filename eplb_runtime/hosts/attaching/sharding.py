@@ -7,7 +7,7 @@ buffers, such as rotary frequencies) is made by the model's own code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,23 +59,22 @@ def blank(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
 def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Module], None]) -> None:
     """Give meta buffers memory; the model's own code fills those that checkpoints leave out."""
     for module in model.modules():
-        missing = [name for name, _ in _meta_buffers(module) if name in module._non_persistent_buffers_set]
-        filled = []
-        for value in (0, 1):
-            for name in missing:
-                module._buffers[name] = torch.full_like(module._buffers[name], value, device=device)  # type: ignore[arg-type]
-            if missing:
-                remake(module)
-            filled.append([module._buffers[name].clone() for name in missing])  # type: ignore[union-attr]
-        for name, first, second in zip(missing, *filled, strict=True):
+        meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        missing = [name for name in meta if name in module._non_persistent_buffers_set]
+        filled = list[dict[str, Tensor]]()
+        for value in (0, 1) if missing else ():
+            module._buffers.update({name: torch.full_like(meta[name], value, device=device) for name in missing})
+            remake(module)
+            filled.append({name: module.get_buffer(name).clone() for name in missing})
+        for name in missing:
             # Whatever its code leaves as it was, is different after two different starts.
-            if not torch.equal(first, second):
+            if not torch.equal(*(made[name] for made in filled)):
                 raise AttachError(
                     f"buffer {name} of {type(module).__name__} is in no checkpoint and the model's code does not make "
                     "it again: build the model with its buffers off the meta device"
                 )
-        for name, buffer in _meta_buffers(module):
-            module._buffers[name] = blank(buffer.shape, buffer.dtype, device)
+        kept = {name: buffer for name, buffer in meta.items() if name not in missing}
+        module._buffers.update({name: blank(one.shape, one.dtype, device) for name, one in kept.items()})
 
 
 def make_parameters(model: nn.Module, device: torch.device) -> None:
@@ -90,12 +89,6 @@ def _swap(parameter: nn.Parameter, tensor: Tensor) -> None:
     made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, made)
-
-
-def _meta_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None and buffer.is_meta:
-            yield name, buffer
 
 
 # -- as it was before --------------------------------------------------------------------------------------------------
@@ -119,10 +112,7 @@ class ModelSnapshot:
         """Everything as it was: the same parameters, buffers, hooks and forwards in the same modules."""
         for one, before in self._held:
             one.clear()
-            if isinstance(one, list):
-                one.extend(before)
-            else:
-                one.update(before)
+            (one.extend if isinstance(one, list) else one.update)(before)
         for parameter in self._meta:
             if not parameter.is_meta:
                 _swap(parameter, torch.empty_like(parameter, device="meta"))

@@ -6,24 +6,20 @@ they would become other experts without a word. So it carries which experts it h
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...distributed.consensus import barrier
 from ...moe.experts.registry import MARK
 from ...moe.experts.slices import local, rearranged
 from .description import MoELayer
-
-logger = logging.getLogger("eplb_runtime")
 
 OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
 BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
@@ -42,36 +38,24 @@ def refusal(what: str, name: str, instead: str = OURS) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Homes:
-    """Experts of a layer as they stand now: all, rank after rank, and those of this one."""
+def _homes_here(balancer: Balancer, layer: int) -> list[int]:
+    here: list[int] = balancer.placement.homes_LRH[layer][balancer.runtime.job.ep_rank].tolist()
+    return here
 
-    order: list[int]
-    here: list[int]
-    rank: int
-    moved: bool
 
-    @classmethod
-    def now(cls, balancer: Balancer, layer: int) -> _Homes:
-        homes_RH, rank = balancer.placement.homes_LRH[layer], balancer.runtime.job.ep_rank
-        return cls(homes_RH.ravel().tolist(), homes_RH[rank].tolist(), rank, balancer.rebalancer.has_moved(layer))
+def _mark(here: list[int]) -> Tensor:
+    return torch.tensor(here, dtype=torch.float64)
 
-    @property
-    def alone(self) -> bool:
-        return len(self.here) == len(self.order)
 
-    def mark(self, device: torch.device | str = "cpu") -> Tensor:
-        """What a state dict says of itself: whose rows it has, and where all experts stood."""
-        return torch.tensor([self.rank, *self.order], dtype=torch.float64, device=device).as_subclass(_OfOneRank)
-
-    def fit(self, mark: Any) -> bool:
-        """Return whether rows with this mark may be put where the experts are now. Ranks that were given state of one
-        moment come to the same, also those whose own experts have stayed."""
-        if mark is None:  # as of a model without a balancer, or one before any move
-            return self.order == sorted(self.order) if self.alone else not self.moved
-        marked, now = torch.as_tensor(mark).double().cpu().as_subclass(Tensor), self.mark().as_subclass(Tensor)
-        # Averages of equal ones may be a little off.
-        return marked.shape == now.shape and torch.allclose(marked, now, rtol=0, atol=1e-6)
+def _fits(balancer: Balancer, layer: int, mark: Any) -> bool:
+    """Return whether rows with this mark may be put where the experts are now; None: as of a model without a balancer,
+    or one before any move."""
+    here = _homes_here(balancer, layer)
+    if mark is None:
+        is_whole = len(here) == balancer.placement.num_experts
+        return here == sorted(here) if is_whole else not balancer.rebalancer.has_moved(layer)
+    marked = torch.as_tensor(mark).double().cpu()  # averages of equal marks may be a little off
+    return marked.shape == (len(here),) and torch.allclose(marked, _mark(here), rtol=0, atol=1e-6)
 
 
 def _refuse_on_all(balancer: Balancer, what: str, why: str) -> None:
@@ -86,31 +70,19 @@ def _refuse_on_all(balancer: Balancer, what: str, why: str) -> None:
 def _refuse_here(*_: Any) -> Any:
     raise RuntimeError(
         "this state dict holds one rank's experts under names that all ranks have; torch.distributed.checkpoint "
-        "would keep those of one rank: save and load eplb_runtime.checkpoint.LogicalState(model, optimizer) by it"
+        "would keep those of one rank: use eplb_runtime.checkpoint.save(..., format='dcp') and load"
     )
 
 
 _REFUSING = {"__create_write_items__": _refuse_here, "__create_chunk_list__": _refuse_here}
 
 
-def mark_parameter(parameter: nn.Parameter) -> None:
-    """Let torch.distributed.checkpoint neither write nor read a live parameter that holds one rank's rows."""
-    if not isinstance(parameter, DTensor):
-        own = vars(parameter)
+def keep_from_dcp(tensor: Tensor) -> Tensor:
+    """Let torch.distributed.checkpoint neither write nor read a tensor that holds one rank's rows; returns it."""
+    if not isinstance(tensor, DTensor):  # of which all ranks' rows are kept
+        own = vars(tensor)
         own.update(_REFUSING, __getstate__=lambda: {key: own[key] for key in own.keys() - {"__getstate__", *_REFUSING}})
-
-
-class _OfOneRank(Tensor):
-    """A tensor that torch.distributed.checkpoint neither writes nor reads: it keeps one rank's rows for all ranks."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    __create_write_items__ = __create_chunk_list__ = _refuse_here
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.clone().as_subclass(_OfOneRank)
+    return tensor
 
 
 def mark_state(
@@ -120,79 +92,77 @@ def mark_state(
     goes wherever they go. ``of_part`` is called with numbers of experts, here and in all, when a state dict takes this
     rank's rows of trained experts, and not live parameters. None: the host has made the experts of this rank as tensors
     of their own."""
-    made_with, instead = ([], OURS) if of_part else (_Homes.now(balancer, layer).here, BY_THE_FRAMEWORK)
+    made_with, in_all = _homes_here(balancer, layer), balancer.placement.num_experts
 
-    def own(state: Mapping[str, Any], prefix: str) -> list[Any]:
-        return [state[prefix + key] for key, _ in experts.named_parameters() if prefix + key in state]
-
-    def rows_of(tensors: list[Any]) -> set[int]:
-        return {tensor.shape[0] for tensor in tensors if isinstance(tensor, Tensor) and tensor.ndim}
+    def own(state: Mapping[str, Any], prefix: str) -> tuple[list[Any], set[int]]:
+        tensors = [state[prefix + key] for key, _ in experts.named_parameters() if prefix + key in state]
+        return tensors, {one.shape[0] for one in tensors if isinstance(one, Tensor) and one.ndim}
 
     def saved(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        now, tensors = _Homes.now(balancer, layer), own(state, prefix)
+        here, (tensors, rows) = _homes_here(balancer, layer), own(state, prefix)
         if of_part is None:
-            metadata[MARK] = now.here
-            if now.here != made_with:
+            metadata[MARK] = here
+            if here != made_with:
                 # Shapes fit a model without a balancer, where these would be other experts: it shall not know a key.
-                state[prefix + MARK] = torch.tensor(now.here)
-        elif not now.alone and rows_of(tensors) == {len(now.here)}:
-            state[prefix + MARK] = now.mark(next(experts.parameters()).device)
+                state[prefix + MARK] = torch.tensor(here)
+        elif len(here) < in_all and rows == {len(here)}:
+            state[prefix + MARK] = keep_from_dcp(_mark(here).to(next(experts.parameters()).device))
             trained = any(parameter.requires_grad for parameter in experts.parameters())
             if trained and not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
-                of_part(len(now.here), len(now.order))
+                of_part(len(here), in_all)
 
-    def fits(now: _Homes, tensors: list[Any], mark: Tensor | None, metadata: Mapping[str, Any]) -> bool:
+    def fits(state: Mapping[str, Any], prefix: str, mark: Tensor | None, metadata: Mapping[str, Any]) -> bool:
+        here, (tensors, rows) = _homes_here(balancer, layer), own(state, prefix)
         if of_part is None:
             # Without a version the framework has put it together, from a checkpoint that names experts.
-            theirs = metadata.get(MARK, made_with if "version" in metadata else now.here)
-            return not tensors or (theirs if mark is None else mark.tolist()) == now.here
-        if rows_of(tensors) == {len(now.here)}:
-            return now.fit(mark)
-        return rows_of(tensors) != {len(now.order)} or any(isinstance(tensor, DTensor) for tensor in tensors)
+            theirs = metadata.get(MARK, made_with if "version" in metadata else here)
+            return not tensors or _fits(balancer, layer, theirs if mark is None else mark)
+        if rows == {len(here)}:
+            return _fits(balancer, layer, mark)
+        return rows != {in_all} or any(isinstance(tensor, DTensor) for tensor in tensors)
 
     def loading(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *__: Any) -> None:
-        now, mark = _Homes.now(balancer, layer), state.pop(prefix + MARK, None)
-        why = "" if fits(now, own(state, prefix), mark, metadata) else refusal("state dict", name, instead)
-        _refuse_on_all(balancer, name, why)
+        mark = state.pop(prefix + MARK, None)
+        why = refusal("state dict", name, OURS if of_part else BY_THE_FRAMEWORK)
+        _refuse_on_all(balancer, name, "" if fits(state, prefix, mark, metadata) else why)
 
     experts._register_state_dict_hook(saved)
     experts._register_load_state_dict_pre_hook(loading, with_module=True)
     object.__setattr__(experts, MARK, name)  # who walks along the keys of a state dict finds something
 
 
-def mark_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer
-) -> list[RemovableHandle]:
-    """Let the state of an optimizer say which logical experts its rows are; returns how to end it."""
-    homes = lambda name: _Homes.now(balancer, balancer.layer_of_parameter[name])  # noqa: E731
+def mark_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> None:
+    """Let the state of an optimizer say which logical experts its rows are."""
+    layers = balancer.layer_of_parameter
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         experts = _numbered(optimizer, state, names)
-        # Of DTensors torch.distributed.checkpoint keeps all ranks' rows.
-        kinds = {number: Tensor if isinstance(p, DTensor) else _OfOneRank for number, (_, p) in experts.items()}
-        state[MARK] = {name: homes(name).mark().as_subclass(kinds[number]) for number, (name, _) in experts.items()}
-        state["state"] = {n: _as(kinds[n], of) if n in kinds else of for n, of in state["state"].items()}
+        state[MARK] = {name: _mark(_homes_here(balancer, layers[name])) for name, _ in experts.values()}
+        for number, (name, parameter) in experts.items():
+            if not isinstance(parameter, DTensor):  # of which all ranks' rows are kept
+                keep_from_dcp(state[MARK][name])
+                if of := state["state"].get(number):
+                    state["state"][number] = {key: _apart(value) for key, value in of.items()}
 
     def fits(state: dict[str, Any], number: int, name: str, parameter: Tensor) -> bool:
         values = (state["state"].get(number) or {}).values()
         tensors = [value for value in values if isinstance(value, Tensor) and value.ndim == parameter.ndim]
         rows = {value.shape[0] for value in tensors if value.numel() > 1 or value.shape == parameter.shape}
-        now = homes(name)
-        return not rows or (rows == {len(now.here)} and now.fit(state.get(MARK, {}).get(name)))
+        here, mark = _homes_here(balancer, layers[name]), state.get(MARK, {}).get(name)
+        return not rows or (rows == {len(here)} and _fits(balancer, layers[name], mark))
 
-    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        experts = _numbered(optimizer, state, names)
-        wrong = (name for number, (name, p) in experts.items() if not fits(state, number, name, p))
-        why = next((refusal("optimizer's state dict", name) for name in wrong), "")
-        _refuse_on_all(balancer, "the optimizer", why)
-        return state | {"state": {n: _as(Tensor, of) if n in experts else of for n, of in state["state"].items()}}
+    def loading(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        experts = _numbered(optimizer, state, names).items()
+        wrong = [name for number, (name, parameter) in experts if not fits(state, number, name, parameter)]
+        _refuse_on_all(balancer, "the optimizer", refusal("optimizer's state dict", wrong[0]) if wrong else "")
 
-    return [optimizer.register_state_dict_post_hook(saved), optimizer.register_load_state_dict_pre_hook(loading)]
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loading)
 
 
-def _as(kind: type[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state with its plain tensors, but single numbers, as of this class."""
-    return {key: v.as_subclass(kind) if type(v) in (Tensor, _OfOneRank) and v.ndim else v for key, v in state.items()}
+def _apart(value: Any) -> Any:
+    """A tensor of an expert parameter's state, but a single number, as another that is kept from DCP."""
+    return keep_from_dcp(value.detach()) if isinstance(value, Tensor) and value.ndim else value
 
 
 def _numbered(
@@ -235,42 +205,39 @@ def keep_logical_order(
     ``same_tensors``: torchtitan's checkpointer keeps the tensors that it was given first, and writes into them what the
     same key holds later: so they are the same tensors each time, and never those of the model.
     """
-    everyone, seconds = list(balancer.runtime.job.ranks), balancer.config.timeout_seconds
+    names = {id(parameter): name for name, parameter in balancer.runtime.parameters.items()}
+    kept: dict[str, DTensor] = {}
+
+    def meet(what: str) -> None:
+        barrier(list(balancer.runtime.job.ranks), what, balancer.config.timeout_seconds, patient=True)
+
+    def saved(layer: MoELayer, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for own in layer.parameters:
+            name = names[id(layer.parameter(own))]
+            tensor = _converted(balancer, state[prefix + own], name, "", False)
+            if name in kept:
+                local(kept[name]).copy_(local(tensor))
+            state[prefix + own] = kept.setdefault(name, tensor) if same_tensors else tensor
+
+    def loading(
+        layer: MoELayer, _: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *__: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(f"{layer.name}: load_state_dict(assign=True) would replace the experts")
+        for own in layer.parameters:
+            if (key := prefix + own) in state:
+                state[key] = _converted(balancer, state[key], names[id(layer.parameter(own))], "", True)
+
     for layer in layers:
-        _keep_order(layer, balancer, same_tensors)
-    meet = lambda what: barrier(everyone, what, seconds, patient=True)  # noqa: E731
+        layer.experts._register_state_dict_hook(partial(saved, layer))
+        layer.experts._register_load_state_dict_pre_hook(partial(loading, layer), with_module=True)
     model.register_state_dict_pre_hook(lambda *_: meet("the state of the model"))
     model.register_load_state_dict_pre_hook(lambda *_: meet("the loading of the model's state"))
     model.register_load_state_dict_post_hook(lambda *_: balancer.weights_changed())  # copies follow
 
 
-def _keep_order(layer: MoELayer, balancer: Balancer, same_tensors: bool) -> None:
-    kept: dict[str, DTensor] = {}
-    names = {id(parameter): name for name, parameter in balancer.runtime.parameters.items()}
-    names_of = {own: names[id(layer.parameter(own))] for own in layer.parameters}
-
-    def saved(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for own, name in names_of.items():
-            tensor = _converted(balancer, state[prefix + own], name, "", False)
-            if own in kept:
-                local(kept[own]).copy_(local(tensor))
-            state[prefix + own] = kept.setdefault(own, tensor) if same_tensors else tensor
-
-    def loading(_: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *__: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(f"{layer.name}: load_state_dict(assign=True) would replace the experts")
-        for own, name in names_of.items():
-            if prefix + own in state:
-                state[prefix + own] = _converted(balancer, state[prefix + own], name, "", True)
-
-    layer.experts._register_state_dict_hook(saved)
-    layer.experts._register_load_state_dict_pre_hook(loading, with_module=True)
-
-
-def order_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer
-) -> list[RemovableHandle]:
-    """Let the state of an optimizer have experts in logical order; returns how to end it."""
+def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> None:
+    """Let the state of an optimizer have experts in logical order."""
 
     def in_order(state: dict[str, Any], loads: bool) -> dict[str, Any]:
         balancer.runtime.barrier("the state of the optimizer")
@@ -283,7 +250,5 @@ def order_optimizer(
                 changed[number] = changed[number] | ordered
         return {**state, "state": changed}
 
-    return [
-        optimizer.register_state_dict_post_hook(lambda _, state: in_order(state, False)),
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: in_order(state, True)),
-    ]
+    optimizer.register_state_dict_post_hook(lambda _, state: in_order(state, False))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: in_order(state, True))

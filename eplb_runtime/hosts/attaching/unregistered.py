@@ -51,16 +51,12 @@ def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: It
 
 def _sizes(models: Sequence[nn.Module], registry: ExpertTensors) -> set[int]:
     """Return numbers of elements of vectors that may hold experts."""
-    experts = [local(parameter) for parameter in registry.parameters()]
-    sizes = {sum(one.numel() for one in experts), *(one.numel() for one in experts if one.dim() > 2)}
-    own = set(map(id, registry.parameters()))
-    for parameters in ([*module.parameters()] for model in models for module in model.modules()):
-        if any(id(parameter) in own for parameter in parameters):
-            sizes |= {
-                sum(one.numel() for one in parameters),
-                sum(one.numel() for one in parameters if one.requires_grad),
-            }
-    return sizes
+    experts, own = list(registry.parameters()), set(map(id, registry.parameters()))
+    together: list[Sequence[Tensor]] = [experts, *([one] for one in experts if one.dim() > 2)]
+    for module in (module for model in models for module in model.modules()):
+        if not own.isdisjoint(map(id, parameters := [*module.parameters()])):
+            together += [parameters, [one for one in parameters if one.requires_grad]]
+    return {sum(local(one).numel() for one in parameters) for parameters in together}
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -151,12 +151,17 @@ def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> l
         model.start_param_sync(force_sync=True)  # type: ignore[operator]  # those of the last step are on their way
     experts: dict[str, Weight] = {}
     for number, layer in enumerate(layers, start=first_layer):
-        for what, names in layer.slots.items():
-            weight = _of_experts(_global(model, f"{layer.name}.{what}"), layer, names, number)
-            experts.update(dict.fromkeys((f"{layer.name}.{name}" for name in names), weight))
+        for what, names in layer.slots.items():  # one kind of tensor of all experts; ``*`` is an expert's number
+            name, rows = _global(model, f"{layer.name}.{what}"), tuple(map(layer.parameter, names))
+            by = Stored((name,), layer.num_experts)
+            weight = Weight({name: rows}, number, dict.fromkeys(by.names_of(), TensorSpec.of(rows[0])), by)
+            experts |= {f"{layer.name}.{own}": weight for own in names}
     found: dict[int, Weight] = {}
-    for name, tensor in _tensors(model):
-        weight = experts.get(name) or _alone(_global(model, name), tensor)
+    for own, tensor in _tensors(model):
+        name = _global(model, own)
+        shared = ".word_embeddings." in name or ".position_embeddings." in name  # the stages of MTP have them, too
+        alone = Weight({name: tensor}, None, {name: TensorSpec.of(tensor)}, Stored((name,)), shared)
+        weight = experts.get(own, alone)
         found[id(weight)] = weight
     return list(found.values())
 
@@ -172,21 +177,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name not in passing and isinstance(buffer, Tensor):
             yield name, buffer
-
-
-def _alone(name: str, tensor: Tensor) -> Weight:
-    shared = ".word_embeddings." in name or ".position_embeddings." in name  # the stages of MTP have them, too
-    made = {name: TensorSpec(tuple(tensor.shape), tensor.dtype)}
-    return Weight({name: tensor}, None, made, Stored((name,)), shared)
-
-
-def _of_experts(name: str, layer: MoELayer, names: Sequence[str], number: int) -> Weight:
-    """One kind of tensor of all experts of a layer; ``*`` in the name is an expert's number."""
-    rows = tuple(layer.parameter(own) for own in names)
-    spec = TensorSpec(tuple(rows[0].shape), rows[0].dtype)
-    stored = Stored((name,), layer.num_experts)
-    made = {one: spec for expert in range(layer.num_experts) for one in stored.names_of(expert)}
-    return Weight({name: rows}, number, made, stored)
 
 
 def _global(model: Any, name: str) -> str:

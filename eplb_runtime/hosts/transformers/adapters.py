@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.state import JointAccess, LogicalView
-from ...checkpoint.stream import TensorList, as_named, brought
+from ...checkpoint.state import JointAccess, LogicalView, whole_on_cpu
 from ..attaching.description import AttachError, MoELayer, refusing, spread_of
 
 MERGE = (
@@ -198,14 +197,11 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
         joint = JointAccess.of(view)
         live = saver.state_dict(keep_vars=True)
         state = {key: value.detach() if isinstance(value, Tensor) else value for key, value in live.items()}
-        assert view.balancer is not None
-        failed = f"{save_directory} was not written"
-        weights = [as_named(view, entry) for entry in view.entries("model") if entry.name in kinds]
-        tensors = TensorList(view.balancer, {view.balancer.runtime.job.stages[0]: weights}, live=True)
-        for name, stack in brought(tensors, joint, failed):
-            state[name.removeprefix(prefix)] = OF_PEFT[kinds[name]](stack)
+        for entry in view.entries("model"):
+            if entry.name in kinds:
+                state[entry.name.removeprefix(prefix)] = OF_PEFT[kinds[entry.name]](whole_on_cpu(view, entry))
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        joint.on_first(failed, write)
+        joint.on_first(f"{save_directory} was not written", write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
         """Load as the library does, into the parameters that are there."""

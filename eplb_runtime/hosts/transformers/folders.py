@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ...checkpoint.disk import TensorFiles, remove_own, tensors_in, write_tensors
+from ...checkpoint.disk import TensorFiles, remove, tensors_in, write_tensors
 from ...checkpoint.state import CheckpointError, Entry, JointAccess, LogicalView, Saved, Stored, TensorSpec, why_merged
-from ...checkpoint.stream import TensorList, Weight, brought, weights_of
+from ...checkpoint.stream import Weight, brought, weights_of
 from ...utils.files import write_file
 from .adapters import is_saved_with_adapters
 
@@ -173,7 +173,7 @@ def describe(view: LogicalView, folder: Path) -> None:
 @torch.no_grad()
 def write(view: LogicalView, folder: Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would. Collective; all comes to the first rank, which holds a
-    shard on the host, and two stacks, on top of a bucket of the stream."""
+    shard on the host on top of a bucket of the stream."""
     for name, mend in _NOT_HERE.items():
         if options.pop(name, None):
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
@@ -191,15 +191,14 @@ def write(view: LogicalView, folder: Path, **options: Any) -> None:
     size = options.pop("max_shard_size", "5GB")
     shard_bytes = parse_size_to_int(size) if isinstance(size, str) else size  # as save_pretrained understands it
     listed = _folder_weights(view, as_in_model=not options.pop("save_original_format", True))
-    tensors = TensorList(balancer, {job.stages[0]: listed}, live=True)
     joint, failed = JointAccess.of(view), f"{folder} was not exported"
-    token, nbytes = joint.new_token(), sum(piece.spec.nbytes for piece in tensors.pieces)
-    parts = (("model", name, value.cpu()) for name, value in brought(tensors, joint, failed))
+    token, nbytes = joint.new_token(), sum(spec.nbytes for weight in listed for spec in weight.made.values())
+    parts = (("model", name, value.cpu()) for name, value in brought(balancer, listed, joint, failed))
     try:
         files = joint.together(failed, lambda: write_tensors(folder, joint.number, token, parts, shard_bytes))
         joint.on_first(failed, lambda: _finish(view, nbytes, files, folder, options))
     except BaseException:
-        remove_own(folder, joint.number, token)
+        remove(folder, f"*-{token}.*")
         raise
 
 

@@ -55,8 +55,7 @@ def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: i
             "transport='nvshmem' and DeepEP between nodes or with low_latency_tokens would each start NVSHMEM, and a "
             "process starts it once: take another transport"
         )
-    why = deepep.no_infiniband() if low_latency else ""
-    why = why or deepep.why_not_between(ranks, topology.ranks_per_node) or deepep.why_not(device)
+    why = deepep.why_not_between(ranks, topology.ranks_per_node) or deepep.why_not(device, low_latency=low_latency)
     if not why:
         try:
             deepep.settings(deepep.imported(), ranks)

@@ -48,10 +48,6 @@ class WeightMemory:
         """Remember a weight, of one tensor or several, with its size as it is now."""
         self._weights[name] = parts, sum(local(part).numel() for part in parts)
 
-    def forget(self, name: str) -> None:
-        """Forget a weight, if it is known."""
-        self._weights.pop(name, None)
-
     def why_freed(self) -> str:
         """Name the first weight that has no storage now, or another number of elements; empty: all have. Between phases
         ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""

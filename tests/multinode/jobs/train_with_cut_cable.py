@@ -124,7 +124,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     state = eplb.logical_state_dict(model, optimizer)
-    carrier = balancer.rebalancer._engine.executor._transport
+    carrier = balancer.rebalancer._engine.executor.transport
     carriers = type(carrier).__name__
     balancer.close()
     return losses, state, balancer, carriers

@@ -127,7 +127,7 @@ def bare() -> Iterator[Any]:
     rebalancer.control = control = ControlChannel.__new__(ControlChannel)
     control.worker, control._seconds = Worker("test"), 30.0
     control._groups = SimpleNamespace(control=None)  # type: ignore[assignment]
-    control.reconnection, control.agreement = SimpleNamespace(under_way=False), None  # type: ignore[assignment]
+    control.reconnecting, control.agreement = False, None  # type: ignore[assignment]
     rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None, in_flight=False)
     rebalancer._placement, rebalancer._pending = INITIAL, None
     yield rebalancer
@@ -142,7 +142,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: A
         said.append("decided")
 
     decision: Future[Any] = bare.control.worker.submit(decide)
-    bare._pending = pending = _Pending(1, "key", decision, None, 0)
+    bare._pending = pending = _Pending(1, "key", decision, None)
     bare._new_key = lambda _: goes_on.set()  # as late as can be
     bare._engine, bare._get_ready = SimpleNamespace(migrate=lambda *_: said.append("migrated")), None
     bare._take_over, bare._maps = lambda _: None, SimpleNamespace(replicas=None)

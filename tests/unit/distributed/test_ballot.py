@@ -1,35 +1,59 @@
 """All that can happen to three ranks in one decision: answers that come late or never, ranks that stand still at any
-point, counts that break off. The table is the code's own; the rule that it replaced is shown to part ranks."""
+point, counts that break off. Each step is the ballot's own; the rules that it replaced are shown to part ranks."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import eplb_runtime
-from eplb_runtime.distributed.consensus import DECIDED, TABLE, Ballot, Phase, State, Verdict, VoteEvent
+from eplb_runtime.distributed.consensus import Agreement, Ballot, Phase, Verdict
+from eplb_runtime.distributed.store import StoreError
 
 RANKS = 3
-Table = Mapping[tuple[State, VoteEvent], tuple[State, bool]]
+ALONE, ALL_YES, ITSELF = "who has said yes refuses alone", "who has counted all yes commits", "no answer: its own word"
+"""Simpler rules than the ballot's."""
 
 
 @dataclass(frozen=True)
 class Rank:
     """Args:
+    refused, bound, knows: its ballot, and the verdict there.
     said: to the other ranks: "" (nothing yet), "yes" or "no".
     counted: whether its count of what all have said is over.
     asks: the words it has proposed for the record; each may reach it at any time from then on, or never.
     """
 
-    state: State = State.OPEN
+    refused: bool = False
+    bound: bool = False
+    knows: bool | None = None
     said: str = ""
     counted: bool = False
     asks: frozenset[bool] = frozenset()
+
+    @property
+    def commits(self) -> bool | None:
+        """Whether it does; None: it may still do either."""
+        alone = self.refused or (self.said == "yes" and not self.bound)
+        return False if alone and self.knows is None else self.knows
+
+    def asking(self, word: bool) -> Rank:
+        return replace(self, asks=self.asks | {word})
+
+    def after(self, act: Callable[[Ballot], None]) -> Rank:
+        """The rank once its ballot has been through this."""
+        ballot = Ballot("a")
+        ballot.refusal, ballot.bound = "no" * self.refused, self.bound
+        ballot.verdict = None if self.knows is None else Verdict(self.knows)
+        act(ballot)
+        knows = None if ballot.verdict is None else ballot.verdict.commit
+        return replace(self, refused=bool(ballot.refusal), bound=ballot.bound, knows=knows)
 
 
 @dataclass(frozen=True)
@@ -47,49 +71,43 @@ class World:
 
 @cache
 def in_order(rank: Rank) -> str:
-    return f"{rank.state} {rank.said} {rank.counted} {sorted(rank.asks)}"
+    return f"{rank.refused} {rank.bound} {rank.knows} {rank.said} {rank.counted} {sorted(rank.asks)}"
 
 
-def steps(world: World, table: Table, *, follows_itself: bool = False) -> Iterator[World]:
-    """What may happen next. A rank that stands still is one to which nothing happens for a while.
-
-    Args:
-        follows_itself: the old rule: a rank that hears no answer does what it has proposed.
-    """
+def steps(world: World, rule: str) -> Iterator[World]:
+    """What may happen next. A rank that stands still is one to which nothing happens for a while."""
     for number, rank in enumerate(world.ranks):
-        yield from (world.but(number, after) for after in alone(rank, world, table))
+        yield from (world.but(number, after) for after in alone(rank, world, rule))
         for proposed in rank.asks:
             record = proposed if world.record is None else world.record
             yield world.but(number, rank, record)  # and the answer is lost
-            yield world.but(number, heard(rank, VoteEvent.COMMIT if record else VoteEvent.ABORT, table), record)
-            if follows_itself and rank.state is State.DOUBT:
-                yield world.but(number, replace(rank, state=State.COMMITTED if proposed else State.ABORTED))
+            yield world.but(number, rank.after(lambda ballot, record=record: ballot.settle(Verdict(record))), record)
+            if rule == ITSELF and rank.bound:
+                yield world.but(number, replace(rank, bound=proposed, knows=proposed))
 
 
-def alone(rank: Rank, world: World, table: Table) -> Iterator[Rank]:
+def alone(rank: Rank, world: World, rule: str) -> Iterator[Rank]:
     """What a rank does, or hears of the others' votes."""
-    if rank.state is State.OPEN:
-        yield replace(heard(rank, VoteEvent.VOTE, table), said="yes")
+    if not rank.said and not rank.refused:
+        yield replace(rank.after(lambda ballot: ballot.say("")), said="yes")
         for said in ("", "no"):  # one that cannot even say no hangs up
-            yield replace(heard(rank, VoteEvent.REFUSE, table, proposes=False), said=said, counted=not said)
-    elif rank.state is State.DOUBT and False not in rank.asks:
-        yield heard(rank, VoteEvent.REFUSE, table, proposes=False)
+            yield replace(rank.asking(False).after(lambda ballot: ballot.say("no")), said=said, counted=not said)
+    elif rank.bound and rank.knows is None and False not in rank.asks:
+        yield rank.asking(False).after(lambda ballot: ballot.say("late"))
+        if rule == ALONE:
+            yield replace(rank, bound=False, knows=False)
     if rank.said and not rank.counted:
         counted = replace(rank, counted=True)
-        yield heard(counted, VoteEvent.LOST, table, proposes=False)
+        yield counted.asking(False)
         if all(other.said == "yes" for other in world.ranks):
-            yield heard(counted, VoteEvent.ALL_YES, table, proposes=True)
+            yield counted.asking(True)
+            if rule == ALL_YES:
+                yield replace(counted, knows=True)
         if any(other.said == "no" for other in world.ranks):
-            yield heard(counted, VoteEvent.A_NO, table, proposes=False)
+            yield replace(counted.asking(False), bound=counted.bound and counted.knows is True)
 
 
-def heard(rank: Rank, what: VoteEvent, table: Table, proposes: bool | None = None) -> Rank:
-    state, records = table.get((rank.state, what), (rank.state, False))
-    asks = rank.asks | {proposes} if records and proposes is not None else rank.asks
-    return replace(rank, state=state, asks=asks)
-
-
-def explored(table: Table, **rules: bool) -> dict[World, set[World]]:
+def explored(rule: str = "") -> dict[World, set[World]]:
     """All worlds that can be, each with those that may follow; ends at the first where ranks have parted."""
     begin = World()
     found: dict[World, set[World]] = {}
@@ -98,7 +116,7 @@ def explored(table: Table, **rules: bool) -> dict[World, set[World]]:
         world = ahead.pop()
         if world in found:
             continue
-        found[world] = set(steps(world, table, **rules)) - {world}
+        found[world] = set(steps(world, rule)) - {world}
         if parted(world):
             break
         ahead += found[world]
@@ -106,7 +124,7 @@ def explored(table: Table, **rules: bool) -> dict[World, set[World]]:
 
 
 def parted(world: World) -> bool:
-    return {State.COMMITTED, State.ABORTED} <= {rank.state for rank in world.ranks}
+    return {True, False} <= {rank.commits for rank in world.ranks}
 
 
 def can_end(worlds: dict[World, set[World]]) -> set[World]:
@@ -115,7 +133,7 @@ def can_end(worlds: dict[World, set[World]]) -> set[World]:
     for world, following in worlds.items():
         for later in following:
             before.setdefault(later, set()).add(world)
-    good = {world for world in worlds if all(rank.state in DECIDED for rank in world.ranks)}
+    good = {world for world in worlds if all(rank.commits is not None for rank in world.ranks)}
     ahead = list(good)
     while ahead:
         for world in before.get(ahead.pop(), set()) - good:
@@ -125,52 +143,45 @@ def can_end(worlds: dict[World, set[World]]) -> set[World]:
 
 
 def test_ranks_never_part_and_always_can_come_to_a_decision() -> None:
-    worlds = explored(TABLE)
+    worlds = explored()
     assert len(worlds) > 500
     assert not any(map(parted, worlds))
     for world in worlds:
         if world.record:
-            apart = [rank for rank in world.ranks if rank.state is State.ABORTED]
+            apart = [rank for rank in world.ranks if rank.commits is False]
             assert not apart, "who has refused alone, or read the record, never finds a commit there"
     assert can_end(worlds) == set(worlds)
-    ends = {frozenset(rank.state for rank in world.ranks) for world in worlds}
-    assert {frozenset({State.COMMITTED}), frozenset({State.ABORTED})} <= ends
+    ends = {frozenset(rank.commits for rank in world.ranks) for world in worlds}
+    assert {frozenset({True}), frozenset({False})} <= ends
 
 
-OTHER_RULES: dict[str, tuple[Table, dict[str, bool]]] = {
-    "who hears no answer follows itself": (TABLE, {"follows_itself": True}),
-    "who has said yes refuses alone": ({**TABLE, (State.DOUBT, VoteEvent.REFUSE): (State.ABORTED, True)}, {}),
-    "who has counted all yes commits": ({**TABLE, (State.DOUBT, VoteEvent.ALL_YES): (State.COMMITTED, True)}, {}),
-}
-
-
-@pytest.mark.parametrize("rule", OTHER_RULES)
+@pytest.mark.parametrize("rule", [ALONE, ALL_YES, ITSELF])
 def test_any_simpler_rule_parts_ranks(rule: str) -> None:
-    table, rules = OTHER_RULES[rule]
-    assert any(map(parted, explored(table, **rules)))
+    assert any(map(parted, explored(rule)))
 
 
-def test_a_ballot_takes_the_steps_of_the_table() -> None:
+def test_the_first_word_of_a_rank_stands_and_so_does_the_first_verdict() -> None:
     no = Verdict(False, "no memory")
     refused = Ballot("a")
-    assert refused.hear(VoteEvent.REFUSE, no)
-    assert not refused.hear(VoteEvent.VOTE, Verdict(True)), "its no stands"
+    refused.say("no memory")
+    refused.say("")
     assert refused.refusal == "no memory" and refused.verdict is None, "another rank's words may stand"
-    refused.hear(VoteEvent.ABORT, Verdict(False, "rank 1: odd bytes"))
+    with pytest.raises(RuntimeError, match="holds a commit that this rank has refused"):
+        refused.settle(Verdict(True))
+    refused.settle(Verdict(False, "rank 1: odd bytes"))
     assert refused.verdict == Verdict(False, "rank 1: odd bytes") and refused.wait(0.0)
 
-    alone = Ballot("without a store")
-    alone.hear(VoteEvent.REFUSE, no)
-    alone.hear(VoteEvent.SILENCE, no)
-    assert alone.verdict == Verdict(False, "no memory", connections_broken=True)
+    silent = Agreement.__new__(Agreement)
+    silent._store, silent._most_seconds = Mock(compare_set=Mock(side_effect=StoreError("gone"))), 1800.0
+    assert silent.refuse(Ballot("without a store"), no) == replace(no, connections_broken=True)
 
     voted = Ballot("b")
-    assert not voted.hear(VoteEvent.VOTE, Verdict(True))
-    assert voted.hear(VoteEvent.REFUSE, no)
-    assert voted.verdict is None and not voted.wait(0.0), "its yes may have been counted"
-    voted.hear(VoteEvent.COMMIT, Verdict(True))
-    voted.hear(VoteEvent.ABORT, no)
-    assert voted.verdict == Verdict(True) and voted.state is State.COMMITTED
+    voted.say("")
+    voted.say("no memory")
+    assert voted.bound and not voted.refusal and not voted.wait(0.0), "its yes may have been counted"
+    voted.settle(Verdict(True))
+    voted.settle(no)
+    assert voted.verdict == Verdict(True) and voted.bound
 
 
 # -- Points of the protocol: each that is named is reached somewhere, and none is reached that has no name

@@ -19,7 +19,7 @@ from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts import module as own
 from eplb_runtime.hosts.attaching.checks import try_layers
 from eplb_runtime.hosts.attaching.description import MoELayer
-from eplb_runtime.hosts.module import MoE, _UsersCompute
+from eplb_runtime.hosts.module import MoE, _users
 from eplb_runtime.hosts.transformers.describe import describe
 from eplb_runtime.moe.experts.compute import SlotCounts
 
@@ -229,5 +229,5 @@ def test_what_a_compute_sorts_it_sorts_stably() -> None:
 
     rows = torch.arange(1000)
     with Asked():
-        found = _UsersCompute(MoE("experts", "run_experts", compute), ())(rows, (), ())
+        found = _users(MoE("experts", "run_experts", compute), ())(rows, (), ())
     assert torch.equal(found, 2 * rows[keys.argsort(stable=True)]) and asked.count(True) >= 2

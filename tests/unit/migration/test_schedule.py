@@ -179,7 +179,7 @@ def test_a_layer_sends_one_round_after_another_and_what_was_late_by_itself_is_wa
 def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
     current, slots = Placement.initial(2, 4, 2), np.array([[1, 0, 2, 3]] * 2)
     schedule = make_schedule(current, Placement(slots, 4, 2, slots), [8, 8], 64, by_layer=True)
-    engine = Mock(bytes_per_step=64, executor=Mock(in_order=False), in_flight_bytes=lambda _: 64)
+    engine = Mock(bytes_per_step=64, executor=Mock(transport=Mock(in_order=False)), in_flight_bytes=lambda _: 64)
     engine.progress, ready = (lambda placement, *_: MigrationProgress(placement)), Future[Any]()
     ready.set_result((PreparedMigration(schedule, Records({}, (8, 8), (0, 0)), current), Verdict(True)))
     others = Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), Mock(timeout_seconds=1.0)

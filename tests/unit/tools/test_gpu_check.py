@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -132,12 +133,13 @@ def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_agai
     assert report.verdict == "unknown" and (failure or "no expert moved in 2 steps") in report.reason
 
 
-def test_a_job_is_ended_whether_it_listens_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_END_SECONDS", 0.1)
-    others = set(verification.descendants())
-    job = subprocess.Popen(["sh", "-c", "trap '' TERM; setsid sleep 600 & wait; wait"], start_new_session=True)
-    verification.end(job, others)
-    assert job.returncode is not None and not set(verification.descendants()) - others
+def test_a_job_is_ended_whether_it_listens_or_not(tmp_path: Path) -> None:
+    command = ["sh", "-c", "trap '' TERM; setsid sleep 600 & echo; wait; wait"]
+    environment = {**os.environ, verification._STARTED: str(tmp_path)}
+    job = subprocess.Popen(command, start_new_session=True, env=environment, stdout=subprocess.PIPE)
+    assert job.stdout is not None and job.stdout.readline() and len(verification.started(tmp_path)) == 2
+    verification.end(job, tmp_path)
+    assert job.returncode is not None and not verification.started(tmp_path)
 
 
 def test_a_report_is_valid_json_whatever_its_numbers_are() -> None:

@@ -72,7 +72,7 @@ def laid_out(kind: Callable[..., Any], empty: Callable[..., torch.Tensor] = torc
     transport = kind(GROUP, "gloo", torch.device("cpu"), 60.0, object())
     nbytes = 2 * 2 * 2 * PIECE + 8 * 2 * 2 * windows.KINDS * 2 * 2
     transport._lay_out(empty((nbytes,), dtype=torch.uint8), PIECE)
-    transport._problem = ""
+    transport.problem = ""
     return transport
 
 
