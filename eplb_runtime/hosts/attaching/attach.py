@@ -80,18 +80,18 @@ def attach_stages(described: Described) -> Balancer:
         snapshot = ModelSnapshot([stage.model for stage in request.stages], [*request.optimizers, request.container])
         undo.callback(snapshot.restore)
         runtime = build_runtime(checked, shard(checked))
-        raise_on_all("", groups)
+        raise_on_all(groups)
         checked.copies.open()
         balancer = _balancer(checked, runtime)
         undo.callback(balancer.close)
         install(checked, balancer)
-        raise_on_all("", groups)
+        raise_on_all(groups)
         balancer.begin()
         for test in checked.tests:
             balancer.guard.report(test.problem)
         of_bits = _notes(checked, balancer)
         _record(checked, balancer)
-        raise_on_all("", groups)  # a rank that fails any later is one that the others do not learn of
+        raise_on_all(groups)  # a rank that fails any later is one that the others do not learn of
     groups.finalize()
     checked.transport.wait_at_most(given.timeout_seconds)
     if groups.job.is_planner:
@@ -172,7 +172,7 @@ def check_all(request: Request, undo: ExitStack) -> Checked:
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
     placement, tests = check(request)
     dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
-    raise_on_all(dispatch.problem, groups)
+    raise_on_all(groups, dispatch.problem)
     return Checked(
         **vars(request),
         topology=topology,
@@ -415,7 +415,7 @@ def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
     what = "copies_by='copy_engine': "
     # What can be seen before ranks meet.
     why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
-    raise_on_all(what + why if why else "", groups)
+    raise_on_all(groups, what + why if why else "")
     problem = ""
     try:
         node = groups.of_nodes(topology.ranks_per_node)
@@ -427,7 +427,7 @@ def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
         carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, carrier)
     except Exception as error:
         problem = what + one_line(error)
-    raise_on_all(problem, groups)
+    raise_on_all(groups, problem)
     return carrier
 
 

@@ -130,7 +130,7 @@ def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
     placement = _initial_placement(asked, sorted({count for *_, counts in said.values() for count in counts}), given)
     # Once no rank is refused: a layer's own way may wait for others.
     tests = try_layers([layer for _, _, layer in asked.layers], config.guard)
-    raise_on_all("" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""), groups)
+    raise_on_all(groups, "" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""))
     return placement, tests
 
 
@@ -349,8 +349,8 @@ def _of_optimizers(asked: Request) -> Iterator[str]:
 # -- for all ranks, or for none ----------------------------------------------------------------------------------------
 
 
-def raise_on_all(problem: str, groups: ProcessGroups) -> None:
-    """A rank with a problem sends it to all; every rank raises the first one. Empty: none here."""
+def raise_on_all(groups: ProcessGroups, problem: str = "") -> None:
+    """Raise on every rank what one has as a problem, the first one's, or has failed with before it came here."""
     if first := first_problem(problem, groups.control):
         raise AttachError(problem or first)
 
