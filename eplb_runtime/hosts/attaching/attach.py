@@ -1,7 +1,8 @@
 """From described models and optimizers to a running balancer, the same way for every framework.
 
 A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here: `join`
--> `check_all` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a frozen value.
+-> `check` -> `connect` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a
+frozen value.
 What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
 
@@ -49,7 +50,6 @@ from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
 from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
 from ...observe.recording import Recorder
 from ...observe.start import Observers
-from ...placement import Placement
 from ...replicas.bank import ReplicaBank, ReplicaPool
 from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
 from ...replicas.copy_engine import CopyEngine
@@ -58,7 +58,7 @@ from ...replicas.point_to_point import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
-from .checks import LayerTest, check, raise_on_all, rollback, wait_for_ranks
+from .checks import Checked, check, raise_on_all, rollback, wait_for_ranks
 from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
@@ -76,45 +76,40 @@ def attach_stages(described: Described) -> Balancer:
     request, given = join(described), described.config
     groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
-        checked = check_all(request, undo)
+        made = connect(check(request), undo)
         snapshot = ModelSnapshot([stage.model for stage in request.stages], [*request.optimizers, request.container])
         undo.callback(snapshot.restore)
-        runtime = build_runtime(checked, shard(checked))
+        runtime = build_runtime(made, shard(made))
         raise_on_all(groups)
-        checked.copies.open()
-        balancer = _balancer(checked, runtime)
+        made.copies.open()
+        balancer = _balancer(made, runtime)
         undo.callback(balancer.close)
-        install(checked, balancer)
+        install(made, balancer)
         raise_on_all(groups)
         balancer.begin()
-        for test in checked.tests:
+        for test in made.tests:
             balancer.guard.report(test.problem)
-        of_bits = _notes(checked, balancer)
-        _record(checked, balancer)
+        of_bits = _notes(made, balancer)
+        _record(made, balancer)
         raise_on_all(groups)  # a rank that fails any later is one that the others do not learn of
     groups.finalize()
-    checked.transport.wait_at_most(given.timeout_seconds)
+    made.transport.wait_at_most(given.timeout_seconds)
     if groups.job.is_planner:
         _log_attached(balancer, of_bits)
     if trial is not None:
         balancer.config = replace(request.config, policy=given.policy)  # `declare` and the like are allowed as ever
-        tested = zip(request.layers, checked.tests, strict=True)
-        untried = [f"{name} ({test.untried})" for (_, name, _), test in tested if test.untried]
-        known = {"notes": of_bits, "untried": untried, "replica_slots": given.replica_slots}
-        TrialRun(request, trial, balancer, known)
+        TrialRun(made, trial, balancer, {"notes": of_bits, "replica_slots": given.replica_slots})
     return balancer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked(Request):
-    """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
+class Connected(Checked):
+    """The same with what carries its tokens, experts and copies; nothing of the model is changed."""
 
     topology: Topology
     transport: Transport
-    placement: Placement
     dispatch: DispatchChoice
     copies: RowTransport
-    tests: Sequence[LayerTest]
 
 
 class Shards(NamedTuple):
@@ -130,8 +125,8 @@ def shard_stage(described: Described) -> None:
     request = join(described, keeps_trial=True)
     (stage,), job = request.stages, request.job
     with rollback(request.groups) as undo:
-        placement, tests = check(request)
-        for problem in filter(None, (test.problem for test in tests)):
+        placement = (checked := check(request)).placement
+        for problem in filter(None, (test.problem for test in checked.tests)):
             logger.warning("%s", problem)
         undo.callback(ModelSnapshot([stage.model], []).restore)
         for layer, rows in zip(stage.host.layers, placement.homes_LRH[:, job.ep_rank].tolist(), strict=True):
@@ -157,10 +152,9 @@ def join(described: Described, *, keeps_trial: bool = False) -> Request:
     return Request(**{**vars(described), "config": config, "ranks": ranks}, groups=groups, trial=trial)
 
 
-def check_all(request: Request, undo: ExitStack) -> Checked:
-    """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
-    or none."""
-    config, groups, job, device = request.config, request.groups, request.job, request.device
+def connect(checked: Checked, undo: ExitStack) -> Connected:
+    """Make groups, and choose what carries tokens and experts. Collective; all ranks raise, or none."""
+    config, groups, job, device = checked.config, checked.groups, checked.job, checked.device
     groups.make()
     release_dropped()
     seconds = groups.setup_seconds
@@ -170,21 +164,14 @@ def check_all(request: Request, undo: ExitStack) -> Checked:
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement, tests = check(request)
-    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
+    slots = checked.placement.slots_per_rank
+    dispatch = choose_together(config, groups.dispatch, topology, slots, device, seconds)
     raise_on_all(groups, dispatch.problem)
-    return Checked(
-        **vars(request),
-        topology=topology,
-        transport=transport,
-        placement=placement,
-        dispatch=dispatch,
-        copies=_transport_of_copies(request, topology),
-        tests=tests,
-    )
+    copies = _transport_of_copies(checked, topology)
+    return Connected(**vars(checked), topology=topology, transport=transport, dispatch=dispatch, copies=copies)
 
 
-def shard(made: Checked) -> Shards:
+def shard(made: Connected) -> Shards:
     """Leave this rank its experts, in modules and optimizers, and give the rest its memory."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
@@ -217,7 +204,7 @@ def shard(made: Checked) -> Shards:
     return shards
 
 
-def build_runtime(made: Checked, shards: Shards) -> Runtime:
+def build_runtime(made: Connected, shards: Shards) -> Runtime:
     """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
     way."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
@@ -278,7 +265,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     )
 
 
-def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
+def _maps(made: Connected, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
     config, job, nodes = made.config, made.job, made.topology.ranks_per_node
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
@@ -294,7 +281,7 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     return Maps(table, splitter, replicas)
 
 
-def _balancer(made: Checked, runtime: Runtime) -> Balancer:
+def _balancer(made: Connected, runtime: Runtime) -> Balancer:
     """Make the balancer. Collective: it waits for others itself, so a rank that fails in it must not come to another
     exchange."""
     named = {stage.prefix + name: p for stage in made.stages for name, p in stage.model.named_parameters()}
@@ -308,7 +295,7 @@ def _balancer(made: Checked, runtime: Runtime) -> Balancer:
     )
 
 
-def install(made: Checked, balancer: Balancer) -> None:
+def install(made: Connected, balancer: Balancer) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
     balancer.runtime.model_check.keep_from_ddp(balancer.runtime.parameters.values())
     for stage in made.stages:
@@ -334,7 +321,7 @@ def install(made: Checked, balancer: Balancer) -> None:
     made.groups.go_with([stage.model for stage in made.stages])
 
 
-def _record(made: Checked, balancer: Balancer) -> None:
+def _record(made: Connected, balancer: Balancer) -> None:
     """Let rank 0 write down and show what is measured, as far as that is wished."""
     config, topology, placement, job = made.config, made.topology, made.placement, made.job
     if not job.is_planner:
@@ -368,7 +355,7 @@ def _record(made: Checked, balancer: Balancer) -> None:
     balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
-def _notes(made: Checked, balancer: Balancer) -> list[str]:
+def _notes(made: Connected, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
     on_cpu = {
@@ -405,7 +392,7 @@ def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
         logger.warning("%s", line)
 
 
-def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
+def _transport_of_copies(asked: Checked, topology: Topology) -> RowTransport:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
     config, groups, device = asked.config, asked.groups, asked.device
     group = groups.replicas if config.replica_slots else groups.rows
@@ -432,7 +419,7 @@ def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
 
 
 def _local_experts(
-    made: Checked, index: int, layer: MoELayer, divisors: Divisors, maps: Maps, bank: ReplicaBank | None
+    made: Connected, index: int, layer: MoELayer, divisors: Divisors, maps: Maps, bank: ReplicaBank | None
 ) -> LocalExperts:
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None

@@ -101,10 +101,17 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
 # -- all at once, in one exchange --------------------------------------------------------------------------------------
 
 
-def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
-    """Return the placement to start from and what tests of layers find, or refuse before anything is changed.
-    Collective; all ranks raise, or none: one exchange has what each rank refuses by itself, all at once, and what ranks
-    must have in common."""
+@dataclass(frozen=True, kw_only=True)
+class Checked(Request):
+    """A request that nothing is refused in, the placement to start from, and what a test of each layer found."""
+
+    placement: Placement
+    tests: Sequence[LayerTest]
+
+
+def check(asked: Request) -> Checked:
+    """Refuse before anything is changed. Collective; all ranks raise, or none: one exchange has what each rank refuses
+    by itself, all at once, and what ranks must have in common."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))
@@ -131,7 +138,7 @@ def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
     # Once no rank is refused: a layer's own way may wait for others.
     tests = try_layers([layer for _, _, layer in asked.layers], config.guard)
     raise_on_all(groups, "" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""))
-    return placement, tests
+    return Checked(**vars(asked), placement=placement, tests=tests)
 
 
 _Fact = tuple[str, str | None, str, bool]

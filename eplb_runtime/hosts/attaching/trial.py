@@ -35,7 +35,8 @@ from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
 from ...planner.policies import shuffled
 from ...utils.files import write_file
-from .description import AttachError, Request
+from .checks import Checked
+from .description import AttachError
 from .unregistered import holder_of, unregistered
 
 MOVING = ("moved", "replicas")
@@ -124,11 +125,10 @@ class TrialRun(LoopHooks):
     """Records the steps of a balancer, moves experts as the trial says, and ends the job.
 
     Args:
-        known: ``notes``, what attach has said of bits; ``untried``, layers whose own way attach could not call alone,
-            and why; ``replica_slots`` of the job's own settings.
+        known: ``notes``, what attach has said of bits, and ``replica_slots`` of the job's own settings.
     """
 
-    def __init__(self, request: Request, trial: Trial, balancer: Balancer, known: Mapping[str, Any]) -> None:
+    def __init__(self, request: Checked, trial: Trial, balancer: Balancer, known: Mapping[str, Any]) -> None:
         self._request, self._trial, self._balancer = request, trial, balancer
         self._runtime, self._tensors = balancer.runtime, balancer.tensors
         self._group, job = self._runtime.groups.background, self._runtime.job
@@ -136,7 +136,9 @@ class TrialRun(LoopHooks):
         self._rows: dict[tuple[str, int], TrialRow] = {}
         self._norms: dict[tuple[torch.Size, ...], float] = {}
         self._coarsest, self._of_old, self._has_run = 0.0, dict[str, int](), False
-        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
+        tests = zip(request.layers, request.tests, strict=True)
+        untried = [f"{name} ({test.untried})" for (_, name, _), test in tests if test.untried]
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "untried": untried, "doubts": []}
         balancer.guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         self._is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
