@@ -283,7 +283,7 @@ def _of_sharding(asked: Request) -> Iterator[str]:
         odd = f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole"
         yield f"{odd}: give it all expert parameters of all MoE layers, or none"
     if config.overlap and (sliced or job.divided_rows):
-        yield "experts that fully_shard slices move between steps: leave overlap=False, or give it no experts"
+        yield "overlap=True: experts that fully_shard slices move between steps; leave overlap=False, or give it none"
     for name, one in sliced.items() if config.replica_slots else ():
         wrong, part = "", type(local(one))
         if len(job.stage_sets) > 1:
