@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..balancer.exports import TensorStream
+from ..balancer.loop_state import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
 from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum

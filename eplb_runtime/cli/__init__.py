@@ -4,8 +4,6 @@ A command's file has its help as docstring, ``run``, and its ``OPTIONS``, or its
 Rooms are imported by the command that needs them, so that ``--help`` is quick.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

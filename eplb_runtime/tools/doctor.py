@@ -1,8 +1,6 @@
 """Parts of this machine that a job can use: versions, back ends, compiled code, and transports of experts, which are
 tried on the ranks that torchrun started, and how fast their links are."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,8 +1,6 @@
 """Would a job attach? Options of a recipe (Megatron's flags, overrides of verl, JSON, or Accelerate's YAML), judged by
 the checks that `attach` makes on a live job."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -317,7 +317,6 @@ def closed_while_freed(rank: int) -> None:
     assert "balancer.resume() first" in said_by(lambda: logits(job.model))
     job.balancer.resume()
     torch.testing.assert_close(logits(job.model), before)  # replicas take no rows any more
-    assert "resume() after close()" in said_by(job.balancer.resume)
     job.step()
 
 

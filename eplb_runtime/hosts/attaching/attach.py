@@ -20,20 +20,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Divisors, ModelCheck, Runtime
+from ...balancer.runtime import Runtime, divisors_of
 from ...checkpoint.stream import Exporter, weights_of
 from ...config import launcher_environment, take_trial
 from ...distributed.process_groups import ProcessGroups, host_timeout, release_dropped
 from ...distributed.step_tag import ForwardTag
-from ...distributed.transports import measure
+from ...distributed.transports import TRANSPORTS, measure
 from ...distributed.transports.base import Transport
 from ...distributed.transports.symmetric import NodeMemory, why_not
 from ...load.clock import ExpertClock
@@ -158,7 +155,7 @@ def connect(checked: Checked, undo: ExitStack) -> Connected:
     groups.make()
     release_dropped()
     seconds = groups.setup_seconds
-    transport = new_transport(config, groups.migration, groups.backend, device, seconds)
+    transport = TRANSPORTS[config.migration.transport](groups.migration, groups.backend, device, seconds)
     undo.callback(transport.close)
     transport.warm_up(time.monotonic() + seconds)
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
@@ -224,14 +221,14 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
     dense = [(stage, stage.prefix + name, p) for stage, name, p in named if id(p) not in experts]
     is_sharded = any(is_sliced(p) for *_, p in dense)
     sums = job.gradient_divisor == 1 and all(s.host.ranks is None or s.host.ranks.gradient_divisor for s in made.stages)
-    divisors = Divisors.of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
+    in_layers, divisor = divisors_of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
     real_tokens = {id(layer): stage.host.real_tokens for stage in made.stages for layer in stage.host.layers}
     layers: list[ExpertParallelLayer | HostDispatchedLayer] = []
     for (index, _, layer), test in zip(made.layers, made.tests, strict=True):
         if layer.compute is None:
             layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
-            here = _local_experts(made, index, layer, divisors, maps, shards.banks.get(index))
+            here = _local_experts(made, index, layer, in_layers, maps, shards.banks.get(index))
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
@@ -255,12 +252,11 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
         layers=layers,
         host_dispatches=made.host_dispatches,
         channels=channels,
-        model_check=ModelCheck(
-            {stage.prefix: stage.model for stage in made.stages},
-            [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
-            shards.replaced,
-        ),
-        divisors=divisors,
+        models={stage.prefix: stage.model for stage in made.stages},
+        experts=[(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
+        replaced=shards.replaced,
+        divisor=divisor,
+        averages_experts=not (made.host_dispatches and sums),
         barrier=lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds),
     )
 
@@ -297,7 +293,7 @@ def _balancer(made: Connected, runtime: Runtime) -> Balancer:
 
 def install(made: Connected, balancer: Balancer) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
-    balancer.runtime.model_check.keep_from_ddp(balancer.runtime.parameters.values())
+    balancer.tensors.keep_from_ddp(balancer.runtime.parameters.values())
     for stage in made.stages:
         object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
         object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
@@ -338,18 +334,15 @@ def _record(made: Connected, balancer: Balancer) -> None:
             takes_no_replicas=int(made.host_dispatches),
             interval=config.interval or 0,
             device=made.device.type,
+            # A class of links that the job does not have was not measured.
+            intra_node_bandwidth=topology.intra_node_bandwidth / 1e9 * (topology.ranks_per_node > 1),
+            inter_node_bandwidth=topology.inter_node_bandwidth / 1e9 * (len(job.ranks) > topology.ranks_per_node),
             expert_parameters=sum(shape.numel() for _, shape in rows),
             expert_bytes=sum(shape.numel() * one.element_size() for one, shape in rows),
             dtype=next((str(one.dtype).removeprefix("torch.") for one, _ in rows), ""),
         )
         recorder = Recorder(Path(config.run), placement.num_layers, placement.num_experts, recorded)
-
-        def write(load_TLE: NDArray[np.int64], steps: int, home_bytes: int, expert_seconds: float) -> None:
-            """Optimizer state is there after the first step; 0, unknown, before."""
-            state_bytes = max(0, home_bytes - recorded.expert_bytes)
-            recorder.write(load_TLE, steps, RecordedJob(optimizer_bytes=state_bytes, expert_seconds=expert_seconds))
-
-        balancer.rebalancer.decisions.record_with(write)
+        balancer.events.subscribe(recorder.hear)
         balancer.close_with(recorder.close)
     progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
     balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
@@ -419,7 +412,7 @@ def _transport_of_copies(asked: Checked, topology: Topology) -> RowTransport:
 
 
 def _local_experts(
-    made: Connected, index: int, layer: MoELayer, divisors: Divisors, maps: Maps, bank: ReplicaBank | None
+    made: Connected, index: int, layer: MoELayer, in_layers: float, maps: Maps, bank: ReplicaBank | None
 ) -> LocalExperts:
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
@@ -428,7 +421,7 @@ def _local_experts(
     live_weights = layer.live_weights or (lambda: [layer.parameter(name) for name in layer.parameters])
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
-    divisor = of_slices if sliced else divisors.in_layers
+    divisor = of_slices if sliced else in_layers
     if maps.replicas is None or bank is None:
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
     if bank.is_sliced:

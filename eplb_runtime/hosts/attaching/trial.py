@@ -173,7 +173,7 @@ class TrialRun(LoopHooks):
         """Average gradients that a backward pass has left here, and put these on record: a loop that averages them, as
         it does where they are its ranks' own, leaves them as they are."""
         self._balancer.reduce_gradients()
-        for parameter in self._tensors.dense.values() if not self._runtime.averages_dense else ():
+        for parameter in self._tensors.dense.values() if self._runtime.config.dense_gradients == "host" else ():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(mean, group=self._runtime.groups.data)
@@ -223,13 +223,13 @@ class TrialRun(LoopHooks):
         if self._step == self._trial.steps:
             self._end()
         elif self._moves:
-            placement = self._balancer.placement
-            self._balancer.place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
+            rebalancer, placement = self._balancer.rebalancer, self._balancer.placement
+            rebalancer.place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
             self._spoil_replaced()
 
     def _spoil_replaced(self) -> None:
         """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
-        replaced = self._runtime.model_check.replaced()
+        replaced = self._tensors.replaced()
         for name, old in replaced.items():
             digest = row_of(name, "number", -1, old).digest
             if self._of_old.get(name, digest) != digest:
@@ -314,7 +314,7 @@ class TrialRun(LoopHooks):
         if self._tensors.host_steps:  # the framework's own, inside of what the balancer was given
             states = [state for o in gc.get_objects() if issubclass(type(o), Optimizer) for state in o.state.values()]
             owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        replaced = self._runtime.model_check.replaced().values()  # the records tell who uses these
+        replaced = self._tensors.replaced().values()  # the records tell who uses these
         known = (*owned, *replaced, *(old.grad for old in replaced))
         found = unregistered([stage.model for stage in self._request.stages], self._runtime.registry, known)
         holders = [(holder, one.shape) for one in found if (holder := holder_of(one, found))]
