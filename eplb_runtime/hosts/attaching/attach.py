@@ -351,19 +351,15 @@ def _record(made: Connected, balancer: Balancer) -> None:
 def _notes(made: Connected, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
-    on_cpu = {
-        name: one for name, one in balancer.runtime.parameters.items() if one.ndim > 2 and one.device.type == "cpu"
-    }
-    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu.items()}
-    odd = [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]
-    if odd:
+    on_cpu = ((name, one) for name, one in balancer.runtime.parameters.items() if one.device.type == "cpu")
+    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu if one.ndim > 2}
+    if odd := [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]:
         rows = " and ".join(map(str, widths[odd[0]]))
         found.append(
             f"{len(odd)} expert tensors, such as {odd[0]}, make rows of {rows} bytes: on a CPU last bits of results "
             f"may differ by placement; widths that are multiples of {_STEADY_ROW_BYTES} bytes avoid it"
         )
-    drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
-    if drawing:
+    if drawing := [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]:
         found.append(
             f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
             "(dropout): which ones they get depends on placement; without dropout in experts results do not"
