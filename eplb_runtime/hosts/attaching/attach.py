@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,20 +38,19 @@ from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.dispatch.choosing import dispatch_problem, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
-from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
+from ...moe.routing.slots import BatchSplitter, SlotTable
 from ...observe.recording import Recorder
 from ...observe.start import Observers
-from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
+from ...replicas.bank import GradientPool, ReplicaBank
+from ...replicas.compute import PersistentReplicas, ShardedReplicas
 from ...replicas.copy_engine import CopyEngine
-from ...replicas.plan import RowTransport
-from ...replicas.point_to_point import PointToPoint
+from ...replicas.plan import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
@@ -105,8 +104,7 @@ class Connected(Checked):
 
     topology: Topology
     transport: Transport
-    dispatch: DispatchChoice
-    copies: RowTransport
+    copies: PointToPoint
 
 
 class Shards(NamedTuple):
@@ -162,10 +160,9 @@ def connect(checked: Checked, undo: ExitStack) -> Connected:
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
     slots = checked.placement.slots_per_rank
-    dispatch = choose_together(config, groups.dispatch, topology, slots, device, seconds)
-    raise_on_all(groups, dispatch.problem)
+    raise_on_all(groups, dispatch_problem(config, groups.dispatch, topology, slots, device, seconds))
     copies = _transport_of_copies(checked, topology)
-    return Connected(**vars(checked), topology=topology, transport=transport, dispatch=dispatch, copies=copies)
+    return Connected(**vars(checked), topology=topology, transport=transport, copies=copies)
 
 
 def shard(made: Connected) -> Shards:
@@ -176,7 +173,7 @@ def shard(made: Connected) -> Shards:
     slots, parts = config.replica_slots, job.dp_shard_degree
     registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
     shards, rows_LH = Shards(registry, {}, {}), placement.homes_LRH[:, job.ep_rank].tolist()
-    gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
+    gradients: GradientPool | None = {} if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
             for own, of_slots in layer.slots.items():
@@ -211,10 +208,8 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
     maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
-    if job.is_planner and config.dispatch.name != "all_to_all":
-        logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
-    dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
+    dispatcher = make_dispatcher(config, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = [(stage, name, p) for stage in made.stages for name, p in stage.model.named_parameters()]
@@ -268,8 +263,8 @@ def _maps(made: Connected, shards: Shards, kernels: Kernels, channels: MicroBatc
         return Maps(table, None, None)
     divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
     replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
-    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
-    splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
+    here = made.placement, made.device, job.ep_rank
+    splitter = BatchSplitter(*here, nodes, config.speed_R, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
         rows = sum(local(one)[0].nbytes for bank in shards.banks.values() for one in bank.parameters)
         size = config.replica_slots * rows / job.dp_shard_degree / 2**20
@@ -381,18 +376,16 @@ def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
         logger.warning("%s", line)
 
 
-def _transport_of_copies(asked: Checked, topology: Topology) -> RowTransport:
+def _transport_of_copies(asked: Checked, topology: Topology) -> PointToPoint:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
     config, groups, device = asked.config, asked.groups, asked.device
-    group = groups.replicas if config.replica_slots else groups.rows
-    carrier: RowTransport = PointToPoint(group, groups.job.row_ranks)
+    between = groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks
     if config.copies_by == "torch":
-        return carrier
-    what = "copies_by='copy_engine': "
+        return PointToPoint(*between)
+    what, problem = "copies_by='copy_engine': ", ""
     # What can be seen before ranks meet.
     why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
     raise_on_all(groups, what + why if why else "")
-    problem = ""
     try:
         node = groups.of_nodes(topology.ranks_per_node)
         # As long as any wait for a lost rank.
@@ -400,7 +393,7 @@ def _transport_of_copies(asked: Checked, topology: Topology) -> RowTransport:
         memory = NodeMemory(node, device, host_seconds)
         memory.connect(time.monotonic() + groups.setup_seconds)
         size = topology.ranks_per_node * groups.job.dp_shard_degree
-        carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, carrier)
+        carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, *between)
     except Exception as error:
         problem = what + one_line(error)
     raise_on_all(groups, problem)
@@ -420,7 +413,8 @@ def _local_experts(
     divisor = of_slices if sliced else in_layers
     if maps.replicas is None or bank is None:
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
+    of_layer: dict[str, Any] = {"layer": index, "bank": bank, "sync": maps.replicas}
     if bank.is_sliced:
-        gather = ReplicaGather(made.groups.parts, made.groups.twins)
-        return ShardedReplicas(compute, live_weights, divisor, index, bank, maps.replicas, gather=gather)
-    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, maps.replicas)
+        of_layer |= {"group": made.groups.parts, "replica_group": made.groups.twins}
+        return ShardedReplicas(compute, live_weights, divisor, **of_layer)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, **of_layer)

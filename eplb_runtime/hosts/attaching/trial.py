@@ -103,9 +103,7 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
     """Return the same settings without replica slots and what only these use. An initial placement is for one number of
     replica slots, so it goes, too."""
-    usual = BalancerConfig()
-    dispatch = replace(config.dispatch, split_least_tokens=usual.dispatch.split_least_tokens)
-    without = replace(config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=usual.copies_by)
+    without = replace(config, replica_slots=0, initial_placement=None, copies_by=BalancerConfig.copies_by)
     return without if config.replica_slots else config
 
 
