@@ -316,7 +316,7 @@ def moved_inside_a_block_of_autocast(rank: int) -> None:
     placement, given = balancer.placement, (torch.rand(32, 4).topk(2).indices, torch.rand(32, 2))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         before = model.run(hidden, *given)
-        balancer.rebalancer.place(shuffled(placement, np.ones((1, 4))).with_epoch(placement.epoch + 1))
+        balancer.place(shuffled(placement, np.ones((1, 4))).with_epoch(placement.epoch + 1))
         torch.testing.assert_close(model.run(hidden, *given), before, rtol=0.05, atol=0.05)
     balancer.close()
 

@@ -55,7 +55,7 @@ def move_at(steps: tuple[int, ...], balancer: eplb.Balancer, step: int) -> bool:
     if step in steps:
         old = balancer.placement
         map_ = np.roll(old.physical_to_logical, 1 + step, axis=1)
-        balancer.rebalancer.place(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
+        balancer.place(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
         assert balancer.placement.epoch == old.epoch + 1
     return step < 12
 
