@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank, split_totals
+from ..moe.routing.water_filling import SplitTables, split_for_rank, split_totals
 from ..placement import Placement
 from ..planner import Plan, plan
 from ..planner.evaluate import has_no_copies
@@ -166,7 +166,7 @@ def compile_split() -> None:
     """Split a toy batch, which compiles what batches with replicas run: five seconds of a core, once on a machine."""
     tables = SplitTables.of(Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]])))
     tables.sum_by_rank(split_totals(np.ones((1, 2), dtype=np.int64), tables))
-    split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, SplitSettings(1))
+    split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, 1)
 
 
 def main() -> None:
