@@ -109,9 +109,9 @@ class _Settings:
 class DispatchConfig(_Settings):
     """Settings of what happens in each MoE layer: how a batch is split over copies, travels and is summed."""
 
-    name: Literal["all_to_all", "hierarchical", "deepep", "auto"] = "all_to_all"
-    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once), ``"deepep"``
-    (on Hopper GPUs and newer) or ``"auto"`` (``"deepep"`` where every rank has it, else ``"all_to_all"``)."""
+    name: Literal["all_to_all", "hierarchical", "deepep"] = "all_to_all"
+    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once) or
+    ``"deepep"`` (bfloat16, on Hopper GPUs and newer)."""
     _: KW_ONLY
     combine_order: Literal["logical", "by_rank"] = "logical"
     """How a token's results are summed: ``"logical"``, in the router's order, so that no bit depends on where experts
@@ -126,8 +126,6 @@ class DispatchConfig(_Settings):
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
     kernels: bool = True
     """On GPUs with Triton its kernels count, route and sum a layer's choices; torch where the first batch differs."""
-    split_least_tokens: int = 64
-    """A batch with fewer (token, choice) pairs over all ranks is not split: it stays at home."""
 
     def _refusals(self) -> Iterator[str]:
         tokens, order = self.low_latency_tokens, self.combine_order
@@ -292,11 +290,9 @@ class BalancerConfig(_Settings):
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:
             yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
-        of_copies = ("copies_by", self), ("split_least_tokens", self.dispatch)
-        for name, config in () if self.replica_slots else of_copies:
-            if (value := getattr(config, name)) != config.__dataclass_fields__[name].default:
-                yield f"{name}={value!r} without replica slots: give replica_slots=1 or more"
-        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
+        if self.copies_by != BalancerConfig.copies_by and not self.replica_slots:
+            yield f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more"
+        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name != "deepep":
             yield f"sms={self.dispatch.sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"
 
     def _of_listening(self) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ..distributed.transports.base import Transport
-from ..events import EventLog
+from ..events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from ..load.counter import HostCopy, aggregate, saved_load
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
@@ -30,12 +31,12 @@ from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
+from ..utils.text import counted, text_table
 from .gradients.reduction import Gradients
 from .loop_state import LoopState, OpenStream, TensorStream
 from .phases import Phases, restore
-from .rebalancer import Rebalancer, use_device
+from .rebalancer import DecisionLine, Rebalancer, use_device
 from .runtime import ModelTensors, Runtime
-from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
@@ -68,11 +69,6 @@ def _outside_graphs(methods_of: C) -> C:
 class Balancer:
     """Keeps the experts of one model balanced; made by ``attach``, which also hooks it into the optimizer.
 
-    Args:
-        transport: moves experts; warmed up.
-        hook_optimizers: makes what hooks optimizers (`hosts.attaching.optimizers.Optimizers`).
-        export_with: makes what exports weights (`checkpoint.stream.Exporter`).
-
     Attributes:
         config: its settings.
         topology: ranks, nodes and measured bandwidths.
@@ -89,8 +85,7 @@ class Balancer:
         hook_optimizers: Callable[[Balancer], Any],
         export_with: Callable[[Balancer], Any],
     ) -> None:
-        config = runtime.config
-        self.config = config
+        self.config = config = runtime.config
         self.topology = runtime.topology
         self.layer_of_parameter = dict(runtime.layer_of_parameter)
         self.events = EventLog(begin=partial(use_device, runtime.device))
@@ -114,8 +109,8 @@ class Balancer:
         self._export = export_with(self)
         self._phases = Phases(runtime, self.rebalancer, self.events, self.loop)
         self.closing = ExitStack()
-        ends = runtime.groups.close_balancing, self.guard.end, self.close_listeners, self.rebalancer.close
-        for end in (*ends, self._phases.end):
+        listeners, rebalancer = self.close_listeners, self.rebalancer.close
+        for end in (runtime.groups.close_balancing, self.guard.end, listeners, rebalancer, self._phases.end):
             self.closing.callback(end)
         self.optimizer_hooks = hook_optimizers(self)
 
@@ -126,7 +121,23 @@ class Balancer:
 
     def __str__(self) -> str:
         """The model and the state of its balancing, as a table of 80 columns."""
-        return balancer_table(self.config, self.topology, self.placement, self.rebalancer.step, self.events)
+        config, placement, events, steps = self.config, self.placement, self.events, self.rebalancer.step
+        measured, dropped = events.of_type(LoadMeasured), len(events.of_type(RebalanceAborted))
+        committed = [event for event in events if isinstance(event, RebalanceCommitted)]
+        moved, pause = sum(event.moved_experts for event in committed), sum(event.pause_seconds for event in committed)
+        placed = counted(sum(event.placed_replicas for event in committed), "replica")
+        cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
+        rows = [
+            ("experts", f"{placement.num_layers} layers of {placement.num_experts}"),
+            ("ranks", f"{placement.num_ranks} share a layer, {self.topology.ranks_per_node} a node"),
+            ("slots per rank", f"{placement.slots_per_rank}, {placement.replica_slots} of them for replicas"),
+            ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
+            ("placement", f"epoch {placement.epoch}, {(placement.copy_count - 1).sum()} replicas, at step {steps}"),
+            ("measured last", measured[-1].brief() if measured else "nothing yet"),
+            ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
+            ("dropped", str(dropped)),
+        ]
+        return text_table(("balancer", ""), rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -410,9 +421,12 @@ class Balancer:
 
     def close(self) -> None:
         """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
-        more, since they are not refreshed. In a process that was forked from a rank it does nothing."""
+        more. In a process that was forked from a rank it does nothing.
+        Raises RuntimeError, with replicas: a rank did not come. It stays open then, as the others are."""
         if self.closed or self.in_a_child:
             return
+        if self.runtime.maps.replicas is not None and sys.exc_info()[0] is None:
+            self.runtime.barrier("close()")
         self._stream.end("close()")
         self.loop.closed = True
         self.closing.close()
@@ -435,6 +449,11 @@ class Balancer:
         self.shown = shown
         shown.follow(self.events)
         self.close_with(shown.close)
+
+    def place(self, target: Placement) -> None:
+        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
+        with them, unless one is in flight. Collective."""
+        self.rebalancer.place(target)
 
     def begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
@@ -464,10 +483,8 @@ class Balancer:
             if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, self.tensors.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas
-            if replicas is None or runtime.device.type == "cpu":
-                channels.open(second)
-            else:  # both streams wait for what the caller's has waited for
-                channels.open(second, replicas.wait_all)
+            # both streams wait for what the caller's has waited for
+            channels.open(second, *(() if replicas is None or runtime.device.type == "cpu" else (replicas.wait_all,)))
         return channels
 
     def _enter(self, what: str) -> None:
@@ -482,8 +499,7 @@ class Balancer:
         progress = self.rebalancer.migrate_to(target)
         self._stream.end("the end of logical_order()")
         if progress.failed_phase is not None:
-            why = f"({progress.failed_phase.value}): {progress.cause}"
-            raise RuntimeError(f"experts could not be moved into logical order or back {why}")
+            raise RuntimeError(f"experts did not move: {progress.cause}; wanted: {what}")
         logger.info("%s: %d experts moved", what, progress.moved_experts)
 
 

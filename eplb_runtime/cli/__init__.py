@@ -55,5 +55,5 @@ def _parser() -> Parser:
         group = commands.add_parser(name, help=in_list(text))
         actions = group.add_subparsers(title="what to do", metavar="WHAT", required=True)
         for action, (summary, options) in module.ACTIONS.items():
-            add_command(actions, action, summary + text[text.index("\n") :], module.run, options)
+            add_command(actions, action, summary + "".join(text.partition("\n")[1:]), module.run, options)
     return made

@@ -52,7 +52,7 @@ def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence
 
 def in_list(text: str) -> str:
     """Return the first line of a command's help, as the list of commands has it."""
-    return text[0].lower() + text.partition("\n")[0][1:].rstrip(".")
+    return text[:1].lower() + text.partition("\n")[0][1:].rstrip(".")
 
 
 def option(name: str, metavar: str, kind: Callable[[str], Any], text: str, default: Any = None, **more: Any) -> Option:

@@ -18,11 +18,11 @@ from torch import nn
 
 from ..balancer.balancer import Balancer
 from ..config import BalancerConfig
-from ..distributed.ranks import GroupError, Ranks, job_ranks
+from ..distributed.ranks import Ranks
 from . import module
 from .attaching.attach import attach_stages, shard_stage
-from .attaching.checks import device_of, wait_for_ranks
-from .attaching.description import AnyOptimizer, AttachError, HostModel, Stage, spread_of, unwrapped
+from .attaching.checks import describe_together, device_of
+from .attaching.description import AttachError, Described, HostModel, Stage, spread_of, stages_of, unwrapped
 from .module import MoE, stack_experts
 
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
@@ -79,34 +79,32 @@ def attach(
 
     Example: ``launch/examples/transformers_loop.py``, which the README shows.
     """
-    config, problem = _checked(config)
-    given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    may_be_dense = ranks is not None  # a stage of a pipeline may have no MoE layer; a whole model without is a mistake
-    stages: list[Stage] = []
-    optimizers: list[AnyOptimizer] = []
-    try:
+
+    def describe(config: BalancerConfig) -> Described:
         if ranks is not None and ep_group is not None:
             raise AttachError("give ep_group or ranks, not both: ranks names the EP groups")
         models = [model] if isinstance(model, nn.Module) else list(model)
-        hosts = [
-            _describe(part, own, may_be_dense) for part, own in zip(models, _layers_of(models, layers), strict=True)
-        ]
-        ranks = _ranks_of_hosts(ranks, ep_group, hosts)
-        numbers = (*ranks.stages, *[-1] * len(models))  # too few or too many of them: noticed on all ranks together
-        stages = [
-            Stage(number, part, host, f"stages.{number}." if len(models) > 1 else "")
-            for number, part, host in zip(numbers, models, hosts, strict=False)
-        ]
+        of_each: list[Any] = [None] * len(models)
+        if layers is not None:
+            of_each = [list(own) for own in layers if not isinstance(own, MoE)] or [list(layers)]
+        if len(of_each) != len(models):
+            raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
+        # A stage of a pipeline may have no MoE layer; a whole model without is a mistake.
+        hosts = [_describe(part, own, ranks is not None) for part, own in zip(models, of_each, strict=True)]
+        of_hosts = _ranks_of_hosts(ranks, ep_group, hosts)
+        stages = stages_of(of_hosts.stages, models, hosts)
+        given: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         optimizers = [unwrapped(one) for one in given if one is not None]
-        if refused := [line for host in hosts for line in host.problems(optimizers)]:
+        if refused := [line for host in hosts for line in host.problems(optimizers, config)]:
             raise AttachError("; also, ".join(dict.fromkeys(refused)))
-        optimizers = [_adapted(one, stages) for one in optimizers]
-        on = device_of(stages, device)
-    except BaseException as error:
-        problem = problem or error
-    ranks = ranks if ranks is not None else Ranks()
-    _all_can_attach(ranks, "attach", config, problem)
-    return attach_stages(stages, optimizers, config=config, ranks=ranks, device=on)
+        if adapt := next((host.optimizer for host in hosts if host.optimizer is not None), None):
+            named = [replace(layer, name=stage.prefix + layer.name) for stage in stages for layer in stage.host.layers]
+            optimizers = [adapt(named, one) for one in optimizers]
+        elif odd := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
+            raise AttachError(f"a {type(odd[0]).__name__} is no torch.optim.Optimizer")
+        return Described(stages, optimizers, config, of_hosts, device_of(stages, device))
+
+    return attach_stages(describe_together("attach", describe, config, ranks))
 
 
 def shard_experts(
@@ -138,41 +136,14 @@ def shard_experts(
     Raises:
         AttachError: the experts cannot be spread; the model is as it was.
     """
-    config, problem = _checked(config)
-    stage, ranks = None, Ranks()
-    try:
-        ranks = Ranks.of_group(ep_group)
+
+    def describe(config: BalancerConfig) -> Described:
         stage = Stage(0, model, _describe(model, layers))
         if any(spread_of(layer.experts) is not None for layer in stage.host.layers):
             raise AttachError("the experts are spread already: shard_experts is called once")
-        on = device_of([stage], None)
-    except BaseException as error:
-        problem = problem or error
-    _all_can_attach(ranks, "shard_experts", config, problem)
-    assert stage is not None
-    shard_stage(stage, config=config, ranks=ranks, device=on)
+        return Described([stage], [], config, Ranks.of_group(ep_group), device_of([stage], None))
 
-
-def _checked(config: object) -> tuple[BalancerConfig, BaseException | None]:
-    """The settings, those of the default where none are given or these are none; what is wrong then."""
-    if config is None or isinstance(config, BalancerConfig):
-        return config or BalancerConfig(), None
-    shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
-    return BalancerConfig(), AttachError(f"config={shown}: give BalancerConfig(...)")
-
-
-def _all_can_attach(ranks: Ranks, what: str, config: BalancerConfig, problem: BaseException | None) -> None:
-    """Before anything is made together: every rank can go on, or all raise."""
-    if not dist.is_initialized():
-        raise problem or AttachError("torch.distributed is not initialised: call init_process_group, or use torchrun")
-    try:
-        everyone = job_ranks(ranks)
-    except GroupError as error:
-        # Which ranks wait for this one is not known; most jobs are the whole world.
-        problem = problem or AttachError(str(error))
-        wait_for_ranks(range(dist.get_world_size()), what, config.timeout_seconds, problem)
-        raise problem from None
-    wait_for_ranks(everyone, what, config.timeout_seconds, problem, patient=True)
+    shard_stage(describe_together("shard_experts", describe, config))
 
 
 def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hosts: Sequence[HostModel]) -> Ranks:
@@ -191,28 +162,6 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
     return ranks
 
 
-def _adapted(optimizer: Any, stages: Sequence[Stage]) -> AnyOptimizer:
-    adapt = next((stage.host.optimizer for stage in stages if stage.host.optimizer is not None), None)
-    if adapt is not None:
-        layers = [replace(layer, name=stage.prefix + layer.name) for stage in stages for layer in stage.host.layers]
-        return adapt(layers, optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise AttachError(f"a {type(optimizer).__name__} is no torch.optim.Optimizer")
-    return optimizer
-
-
-def _layers_of(
-    models: Sequence[nn.Module], layers: Sequence[MoE] | Sequence[Sequence[MoE]] | None
-) -> list[list[MoE] | None]:
-    """What ``layers`` says of each model."""
-    if layers is None:
-        return [None] * len(models)
-    of_each: list[Any] = [list(own) for own in layers if not isinstance(own, MoE)] or [list(layers)]
-    if len(of_each) != len(models):
-        raise AttachError("layers= of several models: give a list of eplb.MoE for each, empty where one has none")
-    return of_each
-
-
 def rooms() -> Iterator[Any]:
     """The rooms of frameworks that a model can be of."""
     for room, framework in HOSTS.items():
@@ -229,14 +178,11 @@ def _describe(model: nn.Module, layers: Sequence[MoE] | None, may_be_dense: bool
         if not layers and not may_be_dense:
             raise AttachError("layers=[] names no MoE layer: nothing to balance")
         return module.describe(model, layers)
-    dense: HostModel | None = None
-    for room in rooms():
-        host: HostModel = room.describe(model)
-        if host.layers or host.ranks is not None:
-            return host
-        dense = dense or host
+    hosts: list[HostModel] = [room.describe(model) for room in rooms()]
+    if found := [host for host in hosts if host.layers or host.ranks is not None]:
+        return found[0]
     if may_be_dense:
-        return dense or module.describe(model, [])
+        return hosts[0] if hosts else module.describe(model, [])
     raise AttachError(
         f"{type(model).__name__} has no MoE layer that follows the Transformers experts interface: name the layers "
         "of a model of your own by attach(..., layers=[eplb.MoE(...)])"

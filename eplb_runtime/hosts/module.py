@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from ..balancer.gradients.reduction import foreign_hooks
 from ..moe.experts.compute import Compute, SlotCounts
 from ..moe.layer import ExpertParallelLayer
-from .attaching.description import AttachError, HostModel, MoELayer, WatchedLayer, WatchedModel, spread_of
+from .attaching.checks import SEED, rows_like, same_to_rounding, untouched, width_of_rows
+from .attaching.description import AttachError, HostModel, MoELayer, spread_of
 from .attaching.expert_spans import mark_calls, take_calls
-from .attaching.self_test import rows_like, same_to_rounding, seed_generators, untouched, width_of_rows
 
 logger = logging.getLogger("eplb_runtime")
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
@@ -106,7 +106,7 @@ class _Method:
     padding: _RealTokens
 
     def watch(self, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
-        """`attaching.description.WatchedLayer.hook`."""
+        """`attaching.description.MoELayer.watch`."""
         return watch_calls(self.owner, self.layer.run, see, lambda *given: self.choices(*given)[0])
 
     def install(self, parallel: ExpertParallelLayer) -> None:
@@ -218,13 +218,13 @@ def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
     return HostModel(described, lambda tokens: padding.real_T)
 
 
-def watched(model: nn.Module, layers: Sequence[MoE]) -> WatchedModel:
+def watched(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
     """Return the named layers of ``model``, lists of experts stacked or not."""
     padding = _RealTokens()
-    return WatchedModel(tuple(_watched_layer(model, layer, padding) for layer in layers), lambda tokens: padding.real_T)
+    return HostModel(tuple(_watched_layer(model, layer, padding) for layer in layers), lambda tokens: padding.real_T)
 
 
-def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> WatchedLayer:
+def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELayer:
     experts = _module(model, layer.experts)
     first = next(experts.parameters(recurse=False), None)
     if isinstance(experts, nn.ModuleList):
@@ -234,8 +234,8 @@ def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> Watche
     else:
         raise AttachError(f"{layer.experts} ({type(experts).__name__}) has no tensors with experts as first dimension")
     method = _Method(layer, _owner_of_run(model, layer, experts), num_experts, padding)
-    mark_work = partial(mark_calls, method.owner, layer.run)
-    return WatchedLayer(layer.experts, num_experts, method.watch, experts, num_experts, mark_work)
+    mark_work, here = partial(mark_calls, method.owner, layer.run), num_experts
+    return MoELayer(layer.experts, experts, here, watch=method.watch, mark_work=mark_work, experts_here=here)
 
 
 def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELayer:
@@ -382,7 +382,7 @@ def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) 
             for training in (False, True):
                 results = []
                 for module in (expert, template):
-                    seed_generators()
+                    torch.manual_seed(SEED)
                     given: dict[str, Tensor] = dict(expert.named_parameters())
                     results.append(functional_call(module.train(training), given, (rows,)))
                 if not same_to_rounding(*results):

@@ -19,7 +19,7 @@ from ..topology import Topology
 from ..utils.files import FileError
 from . import module, rooms
 from .attaching.checks import wait_for_ranks
-from .attaching.description import AttachError, WatchedLayer, WatchedModel, recorded, unwrapped
+from .attaching.description import AttachError, HostModel, MoELayer, recorded, unwrapped
 from .module import MoE
 
 
@@ -104,7 +104,7 @@ def record(
             raise AttachError(f"ranks record different models: {odd}")
     recording = Recording(
         whole,
-        [layer.hook for layer in found.layers],
+        [layer.watch for layer in found.layers if layer.watch is not None],
         *sizes,
         interval=interval,
         device=next(whole.parameters()).device,
@@ -115,7 +115,7 @@ def record(
         mark_work=[layer.mark_work for layer in found.layers if layer.mark_work is not None],
         optimizer_bytes=lambda: 0 if optimizer is None else max(_optimizer_bytes(o, optimizer) for o in found.layers),
     )
-    recording.until_closed(found.watch_batches().remove)
+    recording.until_closed(found.watch_batches())
     recorded.add(whole)
     recording.until_closed(lambda: recorded.discard(whole))
     if group is not None:
@@ -125,7 +125,7 @@ def record(
     return recording
 
 
-def _job(found: WatchedModel, interval: int) -> RecordedJob:
+def _job(found: HostModel, interval: int) -> RecordedJob:
     """What is known of the job before its first step."""
     layers = found.layers
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -136,7 +136,7 @@ def _job(found: WatchedModel, interval: int) -> RecordedJob:
         ranks_per_node=Topology.from_launcher(launcher_environment(), ranks).ranks_per_node,
         ep_size=layers[0].ep_size or layers[0].num_experts // max(1, here),
         interval=interval,
-        takes_no_replicas=int(not found.takes_replicas),
+        takes_no_replicas=int(found.dispatches),
         expert_parameters=sum(weight.numel() for weight in weights) // max(1, here),
         expert_bytes=sum(weight.nbytes for weight in weights) // max(1, here),
         dtype=str(weights[0].dtype).removeprefix("torch.") if weights else "",
@@ -144,14 +144,14 @@ def _job(found: WatchedModel, interval: int) -> RecordedJob:
     )
 
 
-def _optimizer_bytes(layer: WatchedLayer, optimizer: torch.optim.Optimizer) -> int:
+def _optimizer_bytes(layer: MoELayer, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of one expert's optimizer state; without scalars, as step counts are."""
     states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
     tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]
     return sum(tensor.nbytes for tensor in tensors) // max(1, layer.experts_here)
 
 
-def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
+def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> HostModel:
     if hasattr(model, "_eplb_runtime_balancer"):
         raise AttachError("the model is attached: give BalancerConfig(run=...) instead of record")
     if layers is not None:
@@ -159,7 +159,7 @@ def _watched(model: nn.Module, layers: Sequence[MoE] | None) -> WatchedModel:
             raise AttachError("layers=[] names no MoE layer: nothing to record")
         return module.watched(model, layers)
     for room in rooms():
-        found: WatchedModel = room.watched(model)
+        found: HostModel = room.watched(model)
         if found.layers:
             return found
     raise AttachError(

@@ -55,7 +55,7 @@ def backends() -> tuple[Backend, ...]:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         nccl = f"version {version}, {torch.cuda.device_count()} devices"
     deep_ep, node_memory = deepep.why_not(), symmetric.why_not(torch.device("cuda"))
-    purpose = "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
+    purpose = "tokens and experts, if asked for (dispatch='deepep', transport='deepep')"
     of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
     found = [
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),

@@ -218,7 +218,7 @@ def failing_in(name: str, on: int, at: int = 1) -> Callable[..., object]:
 
         def part(*args: Any, **named: Any) -> Any:
             if rank == on and next(calls) == at:
-                raise MemoryError("made to fail")
+                raise MemoryError(f"made to fail in {name}")
             return own(*args, **named)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -235,8 +235,8 @@ FAILING: dict[str, Callable[..., object]] = {
     "dispatch='deepep': rank 0: it carries between GPUs, and this model is on cpu": lambda _, model, optimizer: attach(
         model, optimizer, dispatch="deepep"
     ),
-    "rank 0: MemoryError: made to fail": failing_in("install_parameter", 0, at=3),  # of the second layer
-    "rank 1: MemoryError: made to fail": failing_in("mark_state", 1),
+    "MemoryError: made to fail in install_parameter": failing_in("install_parameter", 0, at=3),  # of the second layer
+    "MemoryError: made to fail in mark_state": failing_in("mark_state", 1),
     "WithoutHooks": lambda _, model, optimizer: attach(model, WithoutHooks(optimizer)),
 }
 

@@ -202,7 +202,7 @@ def rollback(rank: int) -> dict[str, list[str]]:
     before = eplb.logical_state_dict(model, optimizer)
     try_all("where it was taken")
     assert same(before, eplb.logical_state_dict(model, optimizer))
-    balancer.rebalancer.place(swapped(balancer.placement))
+    balancer.place(swapped(balancer.placement))
     moved = {key: value.clone() for key, value in model.state_dict().items()}
     try_all("after a move")
     mixed = {key: 0.5 * (value + moved[key]) for key, value in kept["state_dict"].items()}
@@ -212,11 +212,11 @@ def rollback(rank: int) -> dict[str, list[str]]:
         for _ in range(300):
             mixed[key].mul_(0.9).add_(moved[key], alpha=0.1)
     said["an average"] = [loaded(lambda: model.load_state_dict(mixed))]
-    balancer.rebalancer.place(swapped(balancer.placement))
+    balancer.place(swapped(balancer.placement))
     try_all("after a move back")
     registered = {key: value.clone() for key, value in model.state_dict().items()}
     balancer.register_all("kept", registered)
-    balancer.rebalancer.place(swapped(balancer.placement))
+    balancer.place(swapped(balancer.placement))
     said["registered"] = [loaded(lambda: model.load_state_dict(registered))]
     balancer.close()
     other, _, fresh = attached()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,13 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils.hooks import RemovableHandle
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceCommitted
 from eplb_runtime.hosts.attaching.attach import attach_stages
-from eplb_runtime.hosts.attaching.description import HostModel, MoELayer, ShardingMark, Stage, mark_spread
+from eplb_runtime.hosts.attaching.description import Described, HostModel, MoELayer, ShardingMark, Stage, mark_spread
 from eplb_runtime.moe.experts.compute import SlotCounts
 
 pytestmark = pytest.mark.long
@@ -138,13 +136,13 @@ class Divided(Run):
         ep_ranks = tuple(mesh["ep"].mesh.tolist())
         experts = enumerate(self.model.experts)
         layers = tuple(described(f"experts.{number}", one, ep_ranks) for number, one in experts)
-        host = HostModel(layers, lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
+        host = HostModel(layers)
         config = config_from_settings(
             {"interval": 1, "gate": "always", "lag": 0, "replica_slots": replica_slots, "run": RUN}
         )
         ranks = Ranks(ep=ep_ranks, gradient_divisor=1, divided_rows=parts)
-        stages = [Stage(0, self.model, host)]
-        self.balancer = attach_stages(stages, [self.optimizer], config=config, ranks=ranks, device=torch.device("cpu"))
+        job = Described([Stage(0, self.model, host)], [self.optimizer], config, ranks, torch.device("cpu"))
+        self.balancer = attach_stages(job)
         self.clip = self.balancer.clip_grad_norm_
         plan_by(self.balancer, plan_shuffle)
 
@@ -191,9 +189,9 @@ def odd_width() -> None:
 def no_whole_sets() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "part", "ep"))
     ranks = Ranks(ep=tuple(mesh["ep"].mesh.tolist()), gradient_divisor=1, divided_rows=3)
-    host = HostModel((), lambda tokens: None, lambda: RemovableHandle(OrderedDict()), lambda module: None)
+    host = HostModel(())
     stage = Stage(0, nn.Linear(2, 2), host)
-    attach_stages([stage], [], config=eplb.BalancerConfig(), ranks=ranks, device=torch.device("cpu"))
+    attach_stages(Described([stage], [], eplb.BalancerConfig(), ranks, torch.device("cpu")))
 
 
 def train_all(rank: int) -> dict[str, float]:

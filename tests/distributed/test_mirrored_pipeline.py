@@ -202,7 +202,7 @@ def one_stage_alone(rank: int) -> list:
     before = balancer.placement
     map_, home = before.physical_to_logical.copy(), before.home.copy()
     map_[0, [0, -2]], home[0, [0, EXPERTS - 1]] = map_[0, [-2, 0]], home[0, [EXPERTS - 1, 0]]
-    balancer.rebalancer.place(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
+    balancer.place(eplb.Placement(map_, EXPERTS, 2, home, before.epoch + 1))
     aborted = [event.cause for event in balancer.events.of_type(RebalanceAborted)]
     epoch = balancer.placement.epoch
     balancer.close()

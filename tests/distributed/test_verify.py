@@ -50,8 +50,8 @@ def forget_gradients_of_replicas() -> None:
 
 
 def give_more_than_the_layers_own_code() -> None:
-    forward = ExpertParallelLayer._forward
-    ExpertParallelLayer._forward = lambda self, *given: 1.01 * forward(self, *given)
+    forward = ExpertParallelLayer.__call__
+    ExpertParallelLayer.__call__ = lambda self, *given: 1.01 * forward(self, *given)
 
 
 def keep_a_snapshot() -> None:
@@ -101,9 +101,7 @@ def asked(
         lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1),
         new_batch,
         steps=steps,
-        config=eplb.BalancerConfig(
-            replica_slots=replica_slots, dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64)
-        ),
+        config=eplb.BalancerConfig(replica_slots=replica_slots),
     )
 
 

@@ -55,7 +55,7 @@ class AttachedStack:
         old = self.balancer.placement
         map_ = np.roll(old.physical_to_logical, by, axis=1)
         new = eplb.Placement(map_, old.num_experts, 1, map_.argsort(axis=1), old.epoch + 1)
-        self.balancer.rebalancer.place(new)
+        self.balancer.place(new)
         assert self.balancer.placement.epoch == old.epoch + 1
 
 

@@ -55,7 +55,7 @@ def move_at(steps: tuple[int, ...], balancer: eplb.Balancer, step: int) -> bool:
     if step in steps:
         old = balancer.placement
         map_ = np.roll(old.physical_to_logical, 1 + step, axis=1)
-        balancer.rebalancer.place(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
+        balancer.place(eplb.Placement(map_, EXPERTS, 1, map_.argsort(axis=1), old.epoch + 1))
         assert balancer.placement.epoch == old.epoch + 1
     return step < 12
 
@@ -130,11 +130,7 @@ def test_training_by_copy_engines_is_what_it_is_by_nccl_to_the_bit_and_no_host_w
     """Each rank has a copy of an expert of the other."""
     if lacks := symmetric.why_not(DEVICE):
         pytest.skip(lacks)
-    usual: dict[str, Any] = {
-        "replica_slots": 1,
-        "initial_placement": copied(2, {4: 5, 9: 1}),
-        "dispatch": eplb.DispatchConfig(split_least_tokens=0),
-    }
+    usual: dict[str, Any] = {"replica_slots": 1, "initial_placement": copied(2, {4: 5, 9: 1})}
     ways = [({**usual, "copies_by": w}, EXPERTS, partial(refreshed, w == "torch")) for w in ("torch", "copy_engine")]
     for one, other in ranks_on_gpu(2, trained, ways):
         assert different(one, other) == []

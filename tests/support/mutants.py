@@ -128,7 +128,7 @@ def in_slots(own: Callable[..., Any]) -> Callable[..., Any]:
 def without_handing_on(own: Callable[..., Any]) -> Callable[..., Any]:
     def refresh(self: Any, layers: Any = None) -> None:
         own(self, layers)
-        self._to_hand_on.clear()
+        self._pending = {layer: (works, ()) for layer, (works, _) in self._pending.items()}
 
     return refresh
 
@@ -191,7 +191,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "other EDP ranks forgotten": (
         SLICED,
         other(
-            "replicas.compute:ReplicaGather.slice_of_sum",
+            "replicas.compute:ShardedReplicas.slice_of_sum",
             lambda own: lambda self, gradient, dtype: gradient.chunk(self._ranks, dim=1)[self._group.rank()].to(dtype),
         ),
     ),

@@ -1,7 +1,8 @@
-"""From described models and optimizers to a running balancer, the same way for every framework, in four functions.
+"""From described models and optimizers to a running balancer, the same way for every framework.
 
 A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here: `join`
--> `check_all` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a frozen value.
+-> `check` -> `connect` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a
+frozen value.
 What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
 
@@ -12,12 +13,12 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,8 @@ from torch import Tensor
 from ...balancer.balancer import Balancer
 from ...balancer.runtime import Runtime, divisors_of
 from ...checkpoint.stream import Exporter, weights_of
-from ...config import BalancerConfig, launcher_environment, take_trial
+from ...config import launcher_environment, take_trial
 from ...distributed.process_groups import ProcessGroups, host_timeout, release_dropped
-from ...distributed.ranks import Ranks
 from ...distributed.step_tag import ForwardTag
 from ...distributed.transports import TRANSPORTS, measure
 from ...distributed.transports.base import Transport
@@ -38,187 +38,142 @@ from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.dispatch.choosing import dispatch_problem, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
-from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
+from ...moe.routing.slots import BatchSplitter, SlotTable
 from ...observe.recording import Recorder
 from ...observe.start import Observers
-from ...placement import Placement
-from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
+from ...replicas.bank import GradientPool, ReplicaBank
+from ...replicas.compute import PersistentReplicas, ShardedReplicas
 from ...replicas.copy_engine import CopyEngine
-from ...replicas.plan import RowTransport
-from ...replicas.point_to_point import PointToPoint
+from ...replicas.plan import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
-from .checks import check, raise_on_all, rollback, try_together, wait_for_ranks, why_not_single
-from .description import AnyOptimizer, AttachError, MoELayer, Request, ShardingMark, Stage, mark_spread, spread_of
+from .checks import Checked, check, raise_on_all, rollback, wait_for_ranks
+from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
-from .self_test import LayerTest
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
 from .state_hooks import OF_ONE_RANK, keep_from_dcp, mark_state
 from .trial import TrialRun, layout_of
 
 logger = logging.getLogger("eplb_runtime")
-T = TypeVar("T")
 _STEADY_ROW_BYTES = 128
 """Two of the widest vectors of a CPU (AVX-512). Elementwise loops take two at a time and compute what is left at the
 end otherwise, with other last bits; with rows of this many bytes nothing is ever left, wherever a row is."""
 
 
-def attach_stages(
-    stages: Sequence[Stage],
-    optimizers: Sequence[AnyOptimizer],
-    *,
-    config: BalancerConfig,
-    ranks: Ranks,
-    device: torch.device,
-    container: torch.optim.Optimizer | None = None,
-) -> Balancer:
-    """``attach`` for models that their host has described; errors as there. Collective over the job.
-
-    Args:
-        stages: the models of this rank, in the order of ``ranks.stages``.
-        optimizers: none: inference.
-        device: where the experts are, or will be made.
-        container: steps the optimizers, all in one step of its own; None: each steps by itself.
-    """
-    trial, given = take_trial(), config
-    not_single = "" if trial is None else why_not_single(stages, ranks)
-    if trial is not None:
-        config, ranks = layout_of(trial, config, ranks)
-    single = trial is not None and trial.layout == "single"
-    groups = join(stages, config, ranks, device)
-    request = Request(stages, optimizers, config, groups, device, container, single)
+def attach_stages(described: Described) -> Balancer:
+    """``attach`` for models that their host has described; errors as there. Collective over the job."""
+    request, given = join(described), described.config
+    groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
-        links = undo.enter_context(ExitStack())
-        checked = check_all(request, links)
-        steppers = _of_torch([*optimizers, *([container] if container is not None else [])])
-        undo.callback(ModelSnapshot([stage.model for stage in stages], steppers).restore)
-        # Nothing in here waits for other ranks.
-        runtime = _on_all_or_none(lambda: build_runtime(checked, shard(checked)), groups)
-        checked.copies.open()
-        balancer = _balancer(checked, runtime)
-        links.pop_all()  # the balancer closes them
-        links.callback(balancer.close)
-        _on_all_or_none(lambda: install(checked, balancer), groups)
+        made = connect(check(request), undo)
+        snapshot = ModelSnapshot([stage.model for stage in request.stages], [*request.optimizers, request.container])
+        undo.callback(snapshot.restore)
+        runtime = build_runtime(made, shard(made))
+        raise_on_all(groups)
+        made.copies.open()
+        balancer = _balancer(made, runtime)
+        undo.callback(balancer.close)
+        install(made, balancer)
+        raise_on_all(groups)
         balancer.begin()
-        for problem in filter(None, (test.problem for test in checked.tests)):
-            balancer.guard.report(problem)
-        of_bits = _notes(checked, balancer)
-        # The last exchange: a rank that fails any later is one that the others do not learn of.
-        _on_all_or_none(lambda: _record(checked, balancer), groups)
+        for test in made.tests:
+            balancer.guard.report(test.problem)
+        of_bits = _notes(made, balancer)
+        _record(made, balancer)
+        raise_on_all(groups)  # a rank that fails any later is one that the others do not learn of
     groups.finalize()
-    checked.transport.wait_at_most(config.timeout_seconds)
+    made.transport.wait_at_most(given.timeout_seconds)
     if groups.job.is_planner:
-        _log_attached(balancer)
-        for line in of_bits:
-            logger.warning("%s", line)
+        _log_attached(balancer, of_bits)
     if trial is not None:
-        balancer.config = replace(config, policy=given.policy)  # `declare` and the like are allowed as ever
-        tested = zip(request.layers, checked.tests, strict=True)
-        untried = [f"{name} ({test.untried})" for (_, name, _), test in tested if test.untried]
-        known = {"notes": of_bits, "untried": untried, "not_single": not_single, "replica_slots": given.replica_slots}
-        TrialRun(trial, balancer, stages, known)
+        balancer.config = replace(request.config, policy=given.policy)  # `declare` and the like are allowed as ever
+        TrialRun(made, trial, balancer, {"notes": of_bits, "replica_slots": given.replica_slots})
     return balancer
 
 
-@dataclass(frozen=True)
-class Checked(Request):
-    """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
+@dataclass(frozen=True, kw_only=True)
+class Connected(Checked):
+    """The same with what carries its tokens, experts and copies; nothing of the model is changed."""
 
     topology: Topology
     transport: Transport
-    placement: Placement
-    dispatch: DispatchChoice
-    copies: RowTransport
-    tests: Sequence[LayerTest]
+    copies: PointToPoint
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """Experts that are left on this rank, and weak references to the parameters that they replace, by name."""
 
     registry: ExpertTensors
-    banks: dict[int, ReplicaBank] = field(default_factory=dict)
-    replaced: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    banks: dict[int, ReplicaBank]
+    replaced: dict[str, weakref.ref[Tensor]]
 
 
-def shard_stage(stage: Stage, *, config: BalancerConfig, ranks: Ranks, device: torch.device) -> None:
+def shard_stage(described: Described) -> None:
     """``shard_experts`` for a model whose host has described it; errors as there."""
-    host, trial = stage.host, take_trial(keep=True)
-    if trial is not None:
-        config, ranks = layout_of(trial, config, ranks)
-    single = trial is not None and trial.layout == "single"
-    groups = join([stage], config, ranks, device)
-    asked = Request([stage], [], config, groups, device, None, single)
-    with rollback(groups) as undo:
-        placement = check(asked)
-        for problem in filter(None, (test.problem for test in try_together(asked))):
+    request = join(described, keeps_trial=True)
+    (stage,), job = request.stages, request.job
+    with rollback(request.groups) as undo:
+        placement = (checked := check(request)).placement
+        for problem in filter(None, (test.problem for test in checked.tests)):
             logger.warning("%s", problem)
         undo.callback(ModelSnapshot([stage.model], []).restore)
-        for layer, rows in zip(host.layers, _rows_of_rank(placement, groups.job.ep_rank), strict=True):
+        for layer, rows in zip(stage.host.layers, placement.homes_LRH[:, job.ep_rank].tolist(), strict=True):
             for name in layer.parameters:
-                layer.put(name, cut_rows(layer, name, rows, device, single))
-            mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), groups.job.ep_ranks))
-    groups.close()
+                layer.put(name, cut_rows(layer, name, rows, request.device, request.single))
+            mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), job.ep_ranks))
+    request.groups.close()
 
 
-def join(stages: Sequence[Stage], config: BalancerConfig, ranks: Ranks, device: torch.device) -> ProcessGroups:
-    """Meet the ranks of the job. Collective."""
+def join(described: Described, *, keeps_trial: bool = False) -> Request:
+    """Meet the ranks of the job. Collective. ``keeps_trial``: `attach` comes later."""
+    config, ranks, device = described.config, described.ranks, described.device
+    if (trial := take_trial(keep=keeps_trial)) is not None:
+        config, ranks = layout_of(trial, config, ranks)
     gc.collect()  # models that are gone, and attaches that failed, leave connections in cycles of references
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # nothing uses those groups any more, here and then on any rank
     try:
-        layers, seconds = [len(stage.host.layers) for stage in stages], config.timeout_seconds
-        return ProcessGroups(ranks, layers, device, seconds)
+        layers = [len(stage.host.layers) for stage in described.stages]
+        groups = ProcessGroups(ranks, layers, device, config.timeout_seconds)
     except Exception as error:
         raise AttachError(one_line(error, with_type=True)) from error
+    return Request(**{**vars(described), "config": config, "ranks": ranks}, groups=groups, trial=trial)
 
 
-def check_all(request: Request, links: ExitStack) -> Checked:
-    """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
-    or none. ``links`` ends what was made."""
-    config, groups, device = request.config, request.groups, request.device
+def connect(checked: Checked, undo: ExitStack) -> Connected:
+    """Make groups, and choose what carries tokens and experts. Collective; all ranks raise, or none."""
+    config, groups, job, device = checked.config, checked.groups, checked.job, checked.device
     groups.make()
     release_dropped()
-    seconds, job = groups.setup_seconds, groups.job
+    seconds = groups.setup_seconds
     transport = TRANSPORTS[config.migration.transport](groups.migration, groups.backend, device, seconds)
-    links.callback(transport.close)
+    undo.callback(transport.close)
     transport.warm_up(time.monotonic() + seconds)
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement = check(request)
-    tests = try_together(request)
-    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
-    raise_on_all(dispatch.problem, groups)
-    copies = _transport_of_copies(config, groups, topology, device)
-    return Checked(
-        **vars(request),
-        topology=topology,
-        transport=transport,
-        placement=placement,
-        dispatch=dispatch,
-        copies=copies,
-        tests=tests,
-    )
+    slots = checked.placement.slots_per_rank
+    raise_on_all(groups, dispatch_problem(config, groups.dispatch, topology, slots, device, seconds))
+    copies = _transport_of_copies(checked, topology)
+    return Connected(**vars(checked), topology=topology, transport=transport, copies=copies)
 
 
-def shard(made: Checked) -> Shards:
+def shard(made: Connected) -> Shards:
     """Leave this rank its experts, in modules and optimizers, and give the rest its memory."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
     slots, parts = config.replica_slots, job.dp_shard_degree
     registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
-    shards, rows_LH = Shards(registry), _rows_of_rank(placement, job.ep_rank)
-    gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
+    shards, rows_LH = Shards(registry, {}, {}), placement.homes_LRH[:, job.ep_rank].tolist()
+    gradients: GradientPool | None = {} if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
             for own, of_slots in layer.slots.items():
@@ -235,7 +190,7 @@ def shard(made: Checked) -> Shards:
         for own, parameter in zip(layer.parameters, homes, strict=True):
             if parameter is not (old := layer.parameter(own)):
                 shards.replaced[f"{name}.{own}"] = weakref.ref(old)
-                install_parameter(layer, own, parameter, rows, _of_torch(made.optimizers))
+                install_parameter(layer, own, parameter, rows, made.optimizers)
             registry.add(index, own, parameter)
         shards.replaced.update(layer.replaced)
     for stage in made.stages:
@@ -243,7 +198,7 @@ def shard(made: Checked) -> Shards:
     return shards
 
 
-def build_runtime(made: Checked, shards: Shards) -> Runtime:
+def build_runtime(made: Connected, shards: Shards) -> Runtime:
     """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
     way."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
@@ -253,14 +208,12 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
-    if job.is_planner and config.dispatch.name != "all_to_all":
-        logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
-    dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
+    dispatcher = make_dispatcher(config, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
-    named = [(stage, stage.prefix + n, p) for stage in made.stages for n, p in stage.model.named_parameters()]
-    dense = [(stage, name, p) for stage, name, p in named if id(p) not in experts]
+    named = [(stage, name, p) for stage in made.stages for name, p in stage.model.named_parameters()]
+    dense = [(stage, stage.prefix + name, p) for stage, name, p in named if id(p) not in experts]
     is_sharded = any(is_sliced(p) for *_, p in dense)
     sums = job.gradient_divisor == 1 and all(s.host.ranks is None or s.host.ranks.gradient_divisor for s in made.stages)
     in_layers, divisor = divisors_of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
@@ -270,7 +223,7 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         if layer.compute is None:
             layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
-            here = _local_experts(made, index, layer, in_layers, maps.replicas, shards.banks.get(index))
+            here = _local_experts(made, index, layer, in_layers, maps, shards.banks.get(index))
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
@@ -303,23 +256,23 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     )
 
 
-def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
+def _maps(made: Connected, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
     config, job, nodes = made.config, made.job, made.topology.ranks_per_node
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
     divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
     replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
-    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
-    splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
+    here = made.placement, made.device, job.ep_rank
+    splitter = BatchSplitter(*here, nodes, config.speed_R, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
-        rows = [local(p)[0].nbytes // job.dp_shard_degree for bank in shards.banks.values() for p in bank.parameters]
-        size = config.replica_slots * sum(rows) / 2**20
+        rows = sum(local(one)[0].nbytes for bank in shards.banks.values() for one in bank.parameters)
+        size = config.replica_slots * rows / job.dp_shard_degree / 2**20
         logger.info("replica slots: %d per rank and layer, %.3g MiB of weights on a rank", config.replica_slots, size)
     return Maps(table, splitter, replicas)
 
 
-def _balancer(made: Checked, runtime: Runtime) -> Balancer:
+def _balancer(made: Connected, runtime: Runtime) -> Balancer:
     """Make the balancer. Collective: it waits for others itself, so a rank that fails in it must not come to another
     exchange."""
     named = {stage.prefix + name: p for stage in made.stages for name, p in stage.model.named_parameters()}
@@ -333,7 +286,7 @@ def _balancer(made: Checked, runtime: Runtime) -> Balancer:
     )
 
 
-def install(made: Checked, balancer: Balancer) -> None:
+def install(made: Connected, balancer: Balancer) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
     balancer.tensors.keep_from_ddp(balancer.runtime.parameters.values())
     for stage in made.stages:
@@ -350,7 +303,7 @@ def install(made: Checked, balancer: Balancer) -> None:
         for own_name in layer.parameters if made.job.ep_size > 1 and not layer.slots else ():
             keep_from_dcp(layer.parameter(own_name))
     for stage in made.stages:
-        balancer.closing.callback(stage.host.watch_batches().remove)
+        balancer.closing.callback(stage.host.watch_batches())
         here = frozenset(index for index, name, _ in made.layers if name.startswith(stage.prefix))
         follow_forwards(stage.model, balancer.loop, here)
     balancer.optimizer_hooks.add(made.optimizers, made.container)
@@ -359,12 +312,16 @@ def install(made: Checked, balancer: Balancer) -> None:
     made.groups.go_with([stage.model for stage in made.stages])
 
 
-def _record(made: Checked, balancer: Balancer) -> None:
+def _record(made: Connected, balancer: Balancer) -> None:
     """Let rank 0 write down and show what is measured, as far as that is wished."""
     config, topology, placement, job = made.config, made.topology, made.placement, made.job
     if not job.is_planner:
         return
     if config.run is not None:
+        registry = balancer.runtime.registry
+        weights = [one for layer in registry.layers[:1] for one in registry.by_expert(layer)]
+        # By shapes alone: rank 0 is alone here, and a row of a DTensor is a collective.
+        rows = [(one[0], one[0].shape) if isinstance(one, tuple) else (one, one.shape[1:]) for one in weights]
         recorded = RecordedJob(
             ranks=len(job.ranks),
             ranks_per_node=topology.ranks_per_node,
@@ -375,7 +332,9 @@ def _record(made: Checked, balancer: Balancer) -> None:
             # A class of links that the job does not have was not measured.
             intra_node_bandwidth=topology.intra_node_bandwidth / 1e9 * (topology.ranks_per_node > 1),
             inter_node_bandwidth=topology.inter_node_bandwidth / 1e9 * (len(job.ranks) > topology.ranks_per_node),
-            **_expert_sizes(balancer.runtime.registry),
+            expert_parameters=sum(shape.numel() for _, shape in rows),
+            expert_bytes=sum(shape.numel() * one.element_size() for one, shape in rows),
+            dtype=next((str(one.dtype).removeprefix("torch.") for one, _ in rows), ""),
         )
         recorder = Recorder(Path(config.run), placement.num_layers, placement.num_experts, recorded)
         balancer.events.subscribe(recorder.hear)
@@ -384,27 +343,18 @@ def _record(made: Checked, balancer: Balancer) -> None:
     balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
-def _rows_of_rank(placement: Placement, rank: int) -> Tensor:
-    """int64 ``[L, E/R]``: the logical experts at home on a rank."""
-    return torch.from_numpy(placement.homes_LRH[:, rank].astype("int64"))
-
-
-def _notes(made: Checked, balancer: Balancer) -> list[str]:
+def _notes(made: Connected, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
-    on_cpu = {
-        name: one for name, one in balancer.runtime.parameters.items() if one.ndim > 2 and one.device.type == "cpu"
-    }
-    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu.items()}
-    odd = [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]
-    if odd:
+    on_cpu = ((name, one) for name, one in balancer.runtime.parameters.items() if one.device.type == "cpu")
+    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu if one.ndim > 2}
+    if odd := [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]:
         rows = " and ".join(map(str, widths[odd[0]]))
         found.append(
             f"{len(odd)} expert tensors, such as {odd[0]}, make rows of {rows} bytes: on a CPU last bits of results "
             f"may differ by placement; widths that are multiples of {_STEADY_ROW_BYTES} bytes avoid it"
         )
-    drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
-    if drawing:
+    if drawing := [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]:
         found.append(
             f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
             "(dropout): which ones they get depends on placement; without dropout in experts results do not"
@@ -412,87 +362,46 @@ def _notes(made: Checked, balancer: Balancer) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _log_attached(balancer: Balancer) -> None:
-    """Log how experts are spread."""
+def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
+    """Log how experts are spread, and what bits depend on."""
     config, placement = balancer.config, balancer.placement
     decisions = "rebalance() decides" if config.interval is None else f"a decision every {config.interval} steps"
     if config.policy == "static":
         decisions = "experts stay where they are (policy='static')"
     slots = f" and {config.replica_slots} replica slots" if config.replica_slots else ""
     layers, ranks = counted(placement.num_layers, "MoE layer"), counted(placement.num_ranks, "rank")
-    each = placement.num_experts // placement.num_ranks
-    logger.info(
-        "attached: %s of %d experts, %d on each of %s%s; %s",
-        layers,
-        placement.num_experts,
-        each,
-        ranks,
-        slots,
-        decisions,
-    )
+    spread = f"{placement.num_experts // placement.num_ranks} on each of {ranks}{slots}"
+    logger.info("attached: %s of %d experts, %s; %s", layers, placement.num_experts, spread, decisions)
+    for line in of_bits:
+        logger.warning("%s", line)
 
 
-def _on_all_or_none(work: Callable[[], T], groups: ProcessGroups, what: str = "") -> T:
-    """Return what this rank's work gives; where it fails on one rank, every rank raises. Collective."""
-    problem, result = "", list[T]()
-    try:
-        result.append(work())
-    except Exception as error:
-        problem = what + one_line(error, with_type=not what)
-    raise_on_all(problem, groups)
-    return result[0]
-
-
-def _expert_sizes(registry: ExpertTensors) -> dict[str, Any]:
-    """Return sizes of one expert of this rank's first layer, as fields of `RecordedJob`. By shapes alone: rank 0 is
-    alone here, and a row of a DTensor is a collective."""
-    weights = [one for layer in registry.layers[:1] for one in registry.by_expert(layer)]
-    if not weights:
-        return {}
-    numels = [one[0].numel() if isinstance(one, tuple) else one.shape[1:].numel() for one in weights]
-    dtypes = [(one[0] if isinstance(one, tuple) else one).dtype for one in weights]
-    return {
-        "expert_parameters": sum(numels),
-        "expert_bytes": sum(numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)),
-        "dtype": str(dtypes[0]).removeprefix("torch."),
-    }
-
-
-def _of_torch(optimizers: Sequence[AnyOptimizer]) -> list[torch.optim.Optimizer]:
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
-
-
-def _transport_of_copies(
-    config: BalancerConfig, groups: ProcessGroups, topology: Topology, device: torch.device
-) -> RowTransport:
+def _transport_of_copies(asked: Checked, topology: Topology) -> PointToPoint:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
-    by_torch = PointToPoint(groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks)
+    config, groups, device = asked.config, asked.groups, asked.device
+    between = groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks
     if config.copies_by == "torch":
-        return by_torch
-
-    def made() -> CopyEngine:
+        return PointToPoint(*between)
+    what, problem = "copies_by='copy_engine': ", ""
+    # What can be seen before ranks meet.
+    why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
+    raise_on_all(groups, what + why if why else "")
+    try:
         node = groups.of_nodes(topology.ranks_per_node)
         # As long as any wait for a lost rank.
         host_seconds = dist.distributed_c10d._get_default_store().timeout.total_seconds()  # type: ignore[attr-defined]
         memory = NodeMemory(node, device, host_seconds)
         memory.connect(time.monotonic() + groups.setup_seconds)
         size = topology.ranks_per_node * groups.job.dp_shard_degree
-        return CopyEngine(memory, groups.job.row_rank // size * size, device, by_torch)
-
-    what = "copies_by='copy_engine': "
-    # What can be seen before ranks meet.
-    why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
-    raise_on_all(what + why if why else "", groups)
-    return _on_all_or_none(made, groups, what)
+        carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, *between)
+    except Exception as error:
+        problem = what + one_line(error)
+    raise_on_all(groups, problem)
+    return carrier
 
 
 def _local_experts(
-    made: Checked,
-    index: int,
-    layer: MoELayer,
-    in_layers: float,
-    replicas: ReplicaSync | None,
-    bank: ReplicaBank | None,
+    made: Connected, index: int, layer: MoELayer, in_layers: float, maps: Maps, bank: ReplicaBank | None
 ) -> LocalExperts:
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
@@ -502,9 +411,10 @@ def _local_experts(
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
     divisor = of_slices if sliced else in_layers
-    if replicas is None or bank is None:
+    if maps.replicas is None or bank is None:
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
+    of_layer: dict[str, Any] = {"layer": index, "bank": bank, "sync": maps.replicas}
     if bank.is_sliced:
-        gather = ReplicaGather(made.groups.parts, made.groups.twins)
-        return ShardedReplicas(compute, live_weights, divisor, index, bank, replicas, gather=gather)
-    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, replicas)
+        of_layer |= {"group": made.groups.parts, "replica_group": made.groups.twins}
+        return ShardedReplicas(compute, live_weights, divisor, **of_layer)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, **of_layer)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -17,33 +19,74 @@ from ...balancer.gradients.reduction import foreign_hooks
 from ...config import BalancerConfig, DispatchConfig
 from ...distributed.consensus import barrier, differing, first_problem, gather_json
 from ...distributed.process_groups import ProcessGroups
-from ...distributed.ranks import Job, Ranks
-from ...moe.experts.slices import has_divide_factor, is_sliced, local, why_not_rows, why_not_slices
+from ...distributed.ranks import GroupError, Ranks, job_ranks
+from ...moe.experts.compute import Compute, SlotCounts
+from ...moe.experts.slices import has_divide_factor, local, why_not_rows, why_not_slices
 from ...placement import Placement, PlacementError, uneven
 from ...utils.checksums import as_bytes, checksum
 from ...utils.text import one_line
-from .description import AttachError, Request, Stage, recorded, spread_of
+from .description import AttachError, Described, MoELayer, Request, Run, Stage, recorded, spread_of
 from .optimizers import held_by, why_not_stepped
-from .self_test import LayerTest, try_layers
 
-_Fact = tuple[str, str | None, str, bool]
-"""Something that ranks with the same stages, or all (the last), must have in common; its text; what to do. None: this
-rank has nothing of it."""
+_SLOTS, _ROWS = 3, 3
+"""Experts whose weights are made up, and rows of each."""
+_CROWD = 24
+"""Tokens of which each chooses the first expert and another: a capacity shows."""
+_ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Differences, of the largest value, that are rounding; of wider dtypes 1e-3 (TF32)."""
+SEED = 20
+
+# -- before there are groups -------------------------------------------------------------------------------------------
+
+
+def describe_together(
+    what: str, describe: Callable[[BalancerConfig], Described], config: object, ranks: Ranks | None = None
+) -> Described:
+    """Return what this rank describes with these settings (None: the default), once every rank has come so far; where
+    one cannot go on, all raise. ``ranks``: as ``attach`` was given them."""
+    described, problem = None, None
+    usable = config if isinstance(config, BalancerConfig) else BalancerConfig()
+    try:
+        if config is not None and usable is not config:
+            shown = config.__name__ if isinstance(config, type) else f"a {type(config).__name__}"
+            raise AttachError(f"config={shown}: give BalancerConfig(...)")
+        described = describe(usable)
+    except BaseException as error:
+        problem = error
+    if not dist.is_initialized():
+        raise problem or AttachError("torch.distributed is not initialised: call init_process_group, or use torchrun")
+    try:
+        everyone, patient = job_ranks((ranks if described is None else described.ranks) or Ranks()), True
+    except GroupError as error:
+        # Which ranks wait for this one is not known; most jobs are the whole world.
+        everyone, patient, problem = tuple(range(dist.get_world_size())), False, problem or AttachError(str(error))
+    wait_for_ranks(everyone, what, usable.timeout_seconds, problem, patient=patient)
+    assert described is not None
+    return described
+
+
+def wait_for_ranks(
+    everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
+) -> None:
+    """Wait for these ranks (`eplb_runtime.distributed.consensus.barrier`); errors as there, and AttachError: another
+    rank cannot go on."""
+    if others_problem := barrier(everyone, what, seconds, problem, patient=patient):
+        raise AttachError(others_problem)
 
 
 def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
     """Where the experts are, or will be made; of stages without experts, where their parameters are."""
     # An empty tensor knows the index of "cuda".
     given = torch.empty(0, device=wanted).device if wanted is not None else None
-    devices = {
-        layer.parameter(name).device for stage in stages for layer in stage.host.layers for name in layer.parameters
-    }
-    devices = devices or {parameter.device for stage in stages for parameter in stage.model.parameters()}
+    layers = [layer for stage in stages for layer in stage.host.layers]
+    parameters = [parameter for stage in stages for parameter in stage.model.parameters()]
+    devices = {layer.parameter(name).device for layer in layers for name in layer.parameters}
+    devices = devices or {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise AttachError(f"the experts are on several devices ({', '.join(sorted(map(str, devices)))}): one per rank")
     device = devices.pop() if devices else torch.device("cpu")
     buffers = [buffer for stage in stages for _, buffer in stage.model.named_buffers()]
-    if any(one.is_meta for one in (*buffers, *(p for stage in stages for p in stage.model.parameters()))):
+    if any(one.is_meta for one in (*parameters, *buffers)):
         if given is None or given.type == "meta":
             raise AttachError(
                 "the model is on the meta device: name the one to make it on, attach(..., device='cuda'), and load its "
@@ -51,15 +94,24 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
             )
         return given
     if given is not None and given != device:
-        raise AttachError(
-            f"device={str(given)!r}, but the experts are on {device}: move the model there, or leave it out"
-        )
+        raise AttachError(f"device='{given}', but the experts are on {device}: move the model there, or leave it out")
     return device
 
 
-def check(asked: Request) -> Placement:
-    """Return the placement to start from, or refuse before anything is changed. Collective; all ranks raise, or none:
-    one exchange has what each rank refuses by itself, all at once, and what ranks must have in common."""
+# -- all at once, in one exchange --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Request):
+    """A request that nothing is refused in, the placement to start from, and what a test of each layer found."""
+
+    placement: Placement
+    tests: Sequence[LayerTest]
+
+
+def check(asked: Request) -> Checked:
+    """Refuse before anything is changed. Collective; all ranks raise, or none: one exchange has what each rank refuses
+    by itself, all at once, and what ranks must have in common."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))
@@ -67,11 +119,11 @@ def check(asked: Request) -> Placement:
         try:
             if (path := config.initial_placement) is not None:
                 given = path if isinstance(path, Placement) else Placement.load(path)
-            facts = _facts(asked, "" if given is None else given.digest())
-        except (AttachError, PlacementError) as error:
-            problem = f"initial_placement: {error}" if isinstance(error, PlacementError) else str(error)
+            facts = _facts(asked, given)
+        except PlacementError as error:
+            problem = f"initial_placement: {error}"
     digests = [text and xxhash.xxh3_128_hexdigest(text.encode()) for _, text, *_ in facts]
-    mine = (problem, digests, max((layer.num_experts for _, _, layer in asked.layers), default=0))
+    mine = (problem, digests, [*{layer.num_experts for *_, layer in asked.layers}])
     said = dict(zip(job.ranks, gather_json(mine, groups.control), strict=True))
     for rank, (refused, *_) in said.items():
         if refused:
@@ -82,29 +134,19 @@ def check(asked: Request) -> Placement:
             having = [rank for rank in together if rank in of_ranks]
             if odd := differing(of_ranks, having, what):
                 raise AttachError(f"{odd}: {hint}")
-    if not (experts := max(count for *_, count in said.values())):
-        raise AttachError("no stage has an MoE layer: nothing to balance")
-    placement = _initial_placement(config, job, experts, given)
-    before = spread_of(asked.layers[0][2].experts) if asked.layers else None
-    logical = Placement.initial(job.num_layers, experts, job.ep_size, config.replica_slots).digest()
-    if before and (before.placement or logical, before.ep_ranks) != (placement.digest(), job.ep_ranks):
-        raise AttachError(
-            "the experts were spread before, over another EP group or by another placement (logical order, where a "
-            "framework made them): give both the same config and ep_group, and go to another placement by "
-            "balancer.load_state_dict"
-        )
-    return placement
+    placement = _initial_placement(asked, sorted({count for *_, counts in said.values() for count in counts}), given)
+    # Once no rank is refused: a layer's own way may wait for others.
+    tests = try_layers([layer for _, _, layer in asked.layers], config.guard)
+    raise_on_all(groups, "" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""))
+    return Checked(**vars(asked), placement=placement, tests=tests)
 
 
-def try_together(asked: Request) -> list[LayerTest]:
-    """Return what tests of layers find, or refuse. Collective, after `check`: a layer's own way may wait for others."""
-    tests = try_layers([layer for _, _, layer in asked.layers], asked.config.guard)
-    problem = next((test.problem for test in tests if test.problem), "")
-    raise_on_all("" if asked.config.guard == "warn" else problem, asked.groups)
-    return tests
+_Fact = tuple[str, str | None, str, bool]
+"""Something that ranks with the same stages, or all (the last), must have in common; its text; what to do. None: this
+rank has nothing of it."""
 
 
-def _facts(asked: Request, placement: str) -> list[_Fact]:
+def _facts(asked: Request, placement: Placement | None) -> list[_Fact]:
     weights = {
         stage.prefix + name: tensor
         for stage in ([] if asked.is_spread else asked.stages)
@@ -113,26 +155,58 @@ def _facts(asked: Request, placement: str) -> list[_Fact]:
     }
     shapes = " ".join(f"{name}{tuple(tensor.shape)}{tensor.dtype}" for name, tensor in weights.items())
     fingerprint = checksum([as_bytes(tensor.contiguous()) for tensor in weights.values() if not tensor.is_meta])
-    experts = asked.layers[0][2].num_experts if asked.layers else None
-    spread, alike = None if experts is None else str(asked.is_spread), "give all ranks the same config"
+    dividing = [one for one in asked.optimizers if not isinstance(one, torch.optim.Optimizer) and one.divides_over]
+    state = " ".join(str(one.ranges_of(parameter)) for one in dividing for _, _, parameter in asked.experts)
+    spread = str(asked.is_spread) if asked.layers else None
+    alike, start = "give all ranks the same config", "" if placement is None else placement.digest()
     return [
         *((f"{name} in its config", text, alike, True) for name, text in asked.config.described().items()),
-        ("initial placement", placement, "give all ranks the same one, or copies of one file", True),
-        ("number of experts in its MoE layers", None if experts is None else str(experts), "they must be equal", True),
+        ("initial placement", start, "give all ranks the same one, or copies of one file", True),
         ("answer to whether shard_experts was called", spread, "call it for all stages, on all ranks", True),
-        (
-            "division of optimizer state",
-            _layout_of_state(asked),
-            "make experts and optimizer alike on all ranks",
-            False,
-        ),
+        ("division of optimizer state", state, "make experts and optimizer alike on all ranks", False),
         ("model", shapes, "build the same model on every rank", False),
         ("set of weights", fingerprint.hex(), "seed all ranks equally, or load the same checkpoint", False),
     ]
 
 
+def _initial_placement(asked: Request, counts: Sequence[int], given: Placement | None) -> Placement:
+    """Return the placement that a job begins with whose layers have these numbers of experts; its ranks have the same
+    ``given``."""
+    config, job, ranks = asked.config, asked.job, asked.job.ep_size
+    if len(counts) != 1:
+        odd = f"the MoE layers have different numbers of experts ({counts}); they must be equal"
+        raise AttachError(odd if counts else "no stage has an MoE layer: nothing to balance")
+    if (experts := counts[0]) % ranks:
+        raise AttachError(uneven(experts, ranks))
+    if config.replica_slots > (most := experts - experts // ranks):
+        mend = f"set replica_slots={most} or less" if most else "the EP group has one rank, set replica_slots=0"
+        raise AttachError(
+            f"replica_slots={config.replica_slots}: a rank has only {most} experts of other ranks to copy; {mend}"
+        )
+    if config.rank_speed is not None and len(config.rank_speed) != ranks:
+        raise AttachError(f"rank_speed has {len(config.rank_speed)} numbers for {ranks} ranks: give one for each")
+    logical = Placement.initial(job.num_layers, experts, ranks, config.replica_slots)
+    if given is not None:
+        try:
+            given.require_model(job.num_layers, experts, ranks, config.replica_slots)
+        except PlacementError as error:
+            raise AttachError(f"initial_placement: {error}") from None
+    placement = logical if given is None else given.with_epoch(0)
+    before = spread_of(asked.layers[0][2].experts) if asked.layers else None
+    if before and (before.placement or logical.digest(), before.ep_ranks) != (placement.digest(), job.ep_ranks):
+        raise AttachError(
+            "the experts were spread before, over another EP group or by another placement (logical order, where a "
+            "framework made them): give both the same config and ep_group, and go to another placement by "
+            "balancer.load_state_dict"
+        )
+    return placement
+
+
+# -- what a rank refuses by itself -------------------------------------------------------------------------------------
+
+
 def _problems(asked: Request) -> list[str]:
-    """Return what one rank refuses by itself: the first finding of each kind."""
+    """Return the first finding of each kind."""
     found = list[str]()
     for kind in (_of_models, _of_tensors, _of_what_is_lost, _of_ties, _of_device, _of_optimizers, _of_sharding):
         try:
@@ -145,23 +219,19 @@ def _problems(asked: Request) -> list[str]:
 
 def _of_models(asked: Request) -> Iterator[str]:
     config, slots = asked.config, asked.config.replica_slots
-    if len({spread_of(layer.experts) for _, _, layer in asked.layers}) > 1:
+    if len({spread_of(layer.experts) for *_, layer in asked.layers}) > 1:
         yield "some MoE layers were spread by shard_experts and others were not: build the model again"
-    for stage in asked.stages:
-        if stage.host.dispatches and slots:
-            yield f"replica_slots={slots}: the framework's own dispatcher knows one place for an expert; set it to 0"
-        if stage.host.dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
-            yield "dispatch: the framework's own dispatcher sends tokens; leave dispatch out"
-        if refused := stage.host.refuses(config):
-            yield refused
-        if stage.model in recorded:
-            yield "record is open on this model: close it, and attach with BalancerConfig(run=...) instead"
-        if sparse := [name for name, one in stage.model.named_modules() if getattr(one, "sparse", False) is True]:
-            yield f"{stage.prefix}{sparse[0]} has sparse gradients: make it with sparse=False"
-    if len(counts := {layer.num_experts for _, _, layer in asked.layers}) > 1:
-        yield f"the MoE layers have different numbers of experts ({sorted(counts)}); they must be equal"
+    if asked.host_dispatches and slots:
+        yield f"replica_slots={slots}: the framework's own dispatcher knows one place for an expert; set it to 0"
+    if asked.host_dispatches and replace(config.dispatch, kernels=True) != DispatchConfig():
+        yield "dispatch: the framework's own dispatcher sends tokens; leave dispatch out"
     if slots and asked.device.type != "cpu" and asked.groups.backend == "gloo":
         yield "replica slots on a GPU need a backend for it: init_process_group('cpu:gloo,cuda:nccl')"
+    if any(stage.model in recorded for stage in asked.stages):
+        yield "record is open on this model: close it, and attach with BalancerConfig(run=...) instead"
+    modules = (named for stage in asked.stages for named in stage.model.named_modules(prefix=stage.prefix.rstrip(".")))
+    for sparse in (name for name, one in modules if getattr(one, "sparse", False) is True):
+        yield f"{sparse} has sparse gradients: make it with sparse=False"
 
 
 def _of_device(asked: Request) -> Iterator[str]:
@@ -178,26 +248,21 @@ def _of_tensors(asked: Request) -> Iterator[str]:
     """Only plain tensors can be cut by expert: what wraps them says nothing of its rows."""
     job = asked.job
     for name, layer, parameter in asked.experts:
-        kind, wrong = type(parameter.data), ""
         if not isinstance(parameter, DTensor):
+            kind = type(parameter.data)
             if kind is not Tensor or not parameter.is_floating_point() or parameter.element_size() < 2:
-                yield (
-                    f"{name} is a {kind.__name__} of {parameter.dtype}: quantised experts are not supported; "
-                    "load the model in bfloat16, float16 or float32"
-                )
+                what = f"{name} is a {kind.__name__} of {parameter.dtype}"
+                yield f"{what}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
         elif job.divided_rows:
             if wrong := why_not_rows(parameter, job.row_rank, len(job.row_ranks)):
                 yield f"{name} {wrong}: it cannot be moved by expert"
         elif has_divide_factor(layer.experts):
-            yield (
-                f"set_gradient_divide_factor was called on {layer.name}: gradients of experts are divided for "
-                "FSDP's own average over EDP; leave it out"
-            )
+            yield f"set_gradient_divide_factor was called on {layer.name}: FSDP averages over EDP itself; leave it out"
         else:
-            if not isinstance(layer.experts, FSDPModule):
-                wrong = f"belongs to an FSDP module around {layer.name}"
-            all_here = "is a DTensor of all experts" if spread_of(layer.experts) is None else ""
-            if wrong := all_here or why_not_slices(parameter, job.edp_ranks) or wrong:
+            outer = f"belongs to an FSDP module around {layer.name}"
+            wrong = "is a DTensor of all experts" if spread_of(layer.experts) is None else ""
+            wrong = wrong or why_not_slices(parameter, job.edp_ranks)
+            if wrong := wrong or ("" if isinstance(layer.experts, FSDPModule) else outer):
                 yield (
                     f"{name} {wrong}: call eplb_runtime.shard_experts(model) first, then fully_shard on the experts "
                     "module itself, with the mesh of the ranks that hold the same experts and shard_placement_fn="
@@ -207,37 +272,28 @@ def _of_tensors(asked: Request) -> Iterator[str]:
 
 def _of_sharding(asked: Request) -> Iterator[str]:
     """A model that was cut before, and perhaps wrapped by ``fully_shard``."""
-    config, job, slots = asked.config, asked.job, asked.config.replica_slots
-    every = [parameter for stage in asked.stages if asked.is_spread for parameter in stage.model.parameters()]
+    config, job = asked.config, asked.job
+    if not asked.is_spread:
+        return
+    every = (parameter for stage in asked.stages for parameter in stage.model.parameters())
     if config.dense_gradients == "allreduce" and any(isinstance(parameter, DTensor) for parameter in every):
         yield "fully_shard averages gradients itself: leave dense_gradients='host'"
-    sliced = [(name, one) for name, _, one in asked.experts if isinstance(one, DTensor) and asked.is_spread]
-    for whole in [name for name, _, one in asked.experts if not isinstance(one, DTensor)] if sliced else ():
-        yield (
-            f"fully_shard slices {sliced[0][0]} and leaves {whole} whole: give it all expert parameters of all MoE "
-            "layers, or none"
-        )
-    if config.overlap and asked.is_spread and (sliced or job.divided_rows):
-        yield (
-            "overlap=True with experts that fully_shard slices: they are gathered before their layer's forward, so "
-            "they move between steps; leave overlap=False, or leave the experts out of fully_shard (ignored_params)"
-        )
-    if sliced and slots and len(job.stage_sets) > 1:
-        yield (
-            "replica slots of experts that fully_shard slices, in pipeline stages: leave the experts out of "
-            "fully_shard (ignored_params), or set replica_slots=0"
-        )
-    for name, parameter in sliced if slots else ():
-        if job.divided_rows and parameter.shape[1] % job.dp_shard_degree:
-            yield (
-                f"{name} of shape {tuple(parameter.shape)}: copies cannot be cut into {job.dp_shard_degree} slices "
-                "along dimension 1; set replica_slots=0"
-            )
-        if type(local(parameter)) is not Tensor:
-            yield (
-                f"{name} is sliced as a {type(local(parameter)).__name__}, which has a way of its own to be gathered: "
-                "copies of it would be computed in another precision; set replica_slots=0"
-            )
+    sliced = {name: one for name, _, one in asked.experts if isinstance(one, DTensor)}
+    for whole in [name for name, *_ in asked.experts if name not in sliced] if sliced else ():
+        odd = f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole"
+        yield f"{odd}: give it all expert parameters of all MoE layers, or none"
+    if config.overlap and (sliced or job.divided_rows):
+        yield "overlap=True: experts that fully_shard slices move between steps; leave overlap=False, or give it none"
+    for name, one in sliced.items() if config.replica_slots else ():
+        wrong, part = "", type(local(one))
+        if len(job.stage_sets) > 1:
+            wrong = "in pipeline stages"
+        elif job.divided_rows and one.shape[1] % job.dp_shard_degree:
+            wrong = f"cannot be cut into {job.dp_shard_degree} slices along dimension 1 of {tuple(one.shape)}"
+        elif part is not Tensor:
+            wrong = f"as {part.__name__}s, which have a way of their own to be gathered, would be computed otherwise"
+        if wrong:
+            yield f"replica slots with {name}, which fully_shard slices: copies {wrong}; set replica_slots=0"
 
 
 def _of_what_is_lost(asked: Request) -> Iterator[str]:
@@ -246,15 +302,9 @@ def _of_what_is_lost(asked: Request) -> Iterator[str]:
         if not asked.config.replica_slots and spread_of(layer.experts) is not None:
             continue
         if foreign_hooks(parameter):
-            yield (
-                f"{name} has gradient hooks, and attach puts this rank's experts in its place: register "
-                "them after attach, without replica slots, on the parameter that the module has then"
-            )
+            yield f"{name} has gradient hooks, and attach puts this rank's experts in its place: register them later"
         if parameter.grad is not None and bool(parameter.grad.any()):
-            yield (
-                f"{name} has a gradient from a backward pass before attach, which would not be averaged: "
-                "step first, or clear it (optimizer.zero_grad())"
-            )
+            yield f"{name} has a gradient from a backward pass before attach: step first, or call zero_grad()"
 
 
 def _of_ties(asked: Request) -> Iterator[str]:
@@ -268,27 +318,28 @@ def _of_ties(asked: Request) -> Iterator[str]:
         for own_name, parameter in module._parameters.items():
             owner, name = of_layer.get(id(parameter), (module, ""))
             if owner is not module:
-                yield (
-                    f"{path}.{own_name} is the same tensor as {name}: tied experts cannot be spread; share the "
-                    "module that holds them (one experts module in both layers), or untie them"
-                )
+                tied = f"{path}.{own_name} is the same tensor as {name}"
+                yield f"{tied}: tied experts cannot be spread; let both layers share the experts module, or untie them"
 
 
 def _of_optimizers(asked: Request) -> Iterator[str]:
-    held_here = {id(parameter) for _, _, parameter in asked.experts}
+    job, held_here = asked.job, {id(parameter) for _, _, parameter in asked.experts}
     each = any(layer.slots for _, _, layer in asked.layers)
-    stepping: list[tuple[torch.optim.Optimizer, set[int] | None]] = []
     for one in asked.optimizers:
         # Those inside a framework's own may step masters instead.
-        stepping += [(one, held_here)] if isinstance(one, torch.optim.Optimizer) else [(o, None) for o in one.inside]
-    for optimizer, of_experts in stepping:
-        if why := why_not_stepped(optimizer, of_experts, each=each, known=asked.config.elementwise):
-            yield why
-        values = (value for state in optimizer.state.values() for value in state.values())
-        if any(isinstance(value, Tensor) and value.is_meta for value in values):
+        stepping, of_experts = ([one], held_here) if isinstance(one, torch.optim.Optimizer) else (one.inside, None)
+        for optimizer in stepping:
+            if why := why_not_stepped(optimizer, of_experts, each=each, known=asked.config.elementwise):
+                yield why
+            values = (value for state in optimizer.state.values() for value in state.values())
+            if any(isinstance(value, Tensor) and value.is_meta for value in values):
+                kind = type(optimizer).__name__
+                yield f"{kind} has state on the meta device: make it at the first step, or build the model with memory"
+        over = () if isinstance(one, torch.optim.Optimizer) else one.divides_over
+        if over and (not job.divided_state or over != job.edp_ranks):
             yield (
-                f"{type(optimizer).__name__} has made its state on the meta device already, where it has no values: "
-                "use an optimizer that makes it at its first step, or build the model with memory"
+                f"the optimizer divides experts over ranks {list(over)}, and ranks {list(job.edp_ranks)} hold the same "
+                "ones: give attach the model as the optimizer was made for it"
             )
     held = held_by(asked.optimizers)
     for name, _, parameter in asked.experts if asked.optimizers else ():
@@ -302,56 +353,11 @@ def _of_optimizers(asked: Request) -> Iterator[str]:
             yield f"{name} is in {times} optimizers: give each parameter to one"
 
 
-def _layout_of_state(asked: Request) -> str:
-    """Which ranks keep what of the state in each slot, in words that are equal for all ranks with the same stages."""
-    found, job = [], asked.job
-    for optimizer in asked.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer) or not optimizer.divides_over:
-            continue
-        if not job.divided_state or optimizer.divides_over != job.edp_ranks:
-            raise AttachError(
-                f"the optimizer divides experts over ranks {list(optimizer.divides_over)}, and ranks "
-                f"{list(job.edp_ranks)} hold the same ones: give attach the model as the optimizer was made for it"
-            )
-        found += [str(optimizer.ranges_of(parameter)) for _, _, parameter in asked.experts]
-    return " ".join(found)
+# -- for all ranks, or for none ----------------------------------------------------------------------------------------
 
 
-def _initial_placement(config: BalancerConfig, job: Job, experts: int, given: Placement | None) -> Placement:
-    ranks = job.ep_size
-    if experts % ranks:
-        raise AttachError(uneven(experts, ranks))
-    if config.replica_slots > (most := experts - experts // ranks):
-        mend = f"set replica_slots={most} or less" if most else "the EP group has one rank, set replica_slots=0"
-        raise AttachError(
-            f"replica_slots={config.replica_slots}: a rank has only {most} experts of other ranks to copy; {mend}"
-        )
-    if config.rank_speed is not None and len(config.rank_speed) != ranks:
-        raise AttachError(f"rank_speed has {len(config.rank_speed)} numbers for {ranks} ranks: give one for each")
-    if given is None:
-        return Placement.initial(job.num_layers, experts, ranks, config.replica_slots)
-    try:
-        given.require_model(job.num_layers, experts, ranks, config.replica_slots)
-    except PlacementError as error:
-        raise AttachError(f"initial_placement: {error}") from None
-    return given.with_epoch(0)
-
-
-def why_not_single(stages: Sequence[Stage], ranks: Ranks) -> str:
-    """Say why a job cannot run with all experts on each rank; empty: it can, if they fit."""
-    layers = [layer for stage in stages for layer in stage.host.layers]
-    hosts = [stage.host for stage in stages]
-    if any(host.dispatches or host.ranks is not None for host in hosts) or any(one.slots for one in layers):
-        return "the framework spreads the experts itself"
-    if ranks.divided_rows or ranks.divided_state:
-        return "the job divides what it keeps of an expert"
-    if any(is_sliced(layer.parameter(name)) for layer in layers for name in layer.parameters):
-        return "fully_shard divides experts over ranks that the job chooses"
-    return ""
-
-
-def raise_on_all(problem: str, groups: ProcessGroups) -> None:
-    """A rank with a problem sends it to all; every rank raises the first one. Empty: none here."""
+def raise_on_all(groups: ProcessGroups, problem: str = "") -> None:
+    """Raise on every rank what one has as a problem, the first one's, or has failed with before it came here."""
     if first := first_problem(problem, groups.control):
         raise AttachError(problem or first)
 
@@ -372,19 +378,158 @@ def rollback(groups: ProcessGroups) -> Iterator[ExitStack]:
             raise AttachError(cause or one_line(error, with_type=True)) from error
 
 
-def wait_for_ranks(
-    everyone: Sequence[int],
-    what: str,
-    timeout_seconds: float,
-    problem: BaseException | None = None,
-    *,
-    patient: bool = False,
-) -> None:
-    """Wait for these ranks (`eplb_runtime.distributed.consensus.barrier`).
+# -- a few rows through a layer: its own way and the way that replaces it give the same to rounding, also row by row and
+# with experts in other slots; what is called leaves no trace in modules, buffers and torch's generators ---------------
 
-    Raises:
-        AttachError: another rank cannot go on. This rank's own problem is raised as it is.
-        RuntimeError: a rank did not come within the timeout, or the store does not answer.
-    """
-    if others_problem := barrier(everyone, what, timeout_seconds, problem, patient=patient):
-        raise AttachError(others_problem)
+
+@dataclass(frozen=True)
+class LayerTest:
+    """What a test of a layer found."""
+
+    problem: str = ""  # how it computes otherwise than what replaces it, with the layer's name
+    draws: bool = False  # whether its experts draw random numbers in training
+    untried: str = ""  # why its own way could not be called alone
+    has_own_way: bool = True  # whether that is implemented
+
+
+def try_layers(layers: Sequence[MoELayer], guard: str) -> list[LayerTest]:
+    """Try each whose experts are whole here, and plain tensors with memory; with ``guard="off"`` none."""
+    return [_tried(layer) if guard != "off" else LayerTest() for layer in layers]
+
+
+def _tried(layer: MoELayer) -> LayerTest:
+    weights = [layer.of_experts(name, layer.parameter(name).detach()) for name in layer.parameters]
+    whole = spread_of(layer.experts) is None and not layer.slots and layer.live_weights is None
+    compute, run = layer.compute, layer.run
+    if compute is None or not whole or layer.alignment > 1 or any(tensor.is_meta for tensor in weights):
+        return LayerTest()
+    owner, device = getattr(run, "__self__", None), weights[0].device
+    modules = [layer.experts, *([owner] if isinstance(owner, nn.Module) else [])]
+    with untouched(modules, compute, device), torch.no_grad(), suppress(Exception):  # it fails in its own words later
+        few = _few_of(weights)
+        counts = SlotCounts.of([_ROWS] * len(few[0]), device)
+        sizes = [size for tensor in weights for size in reversed(tensor.shape[1:])]
+        width = width_of_rows(lambda rows: compute(rows, counts, few), sizes, weights[0], _ROWS * len(few[0]))
+        if width is None:
+            return LayerTest()
+        rows = rows_like(weights[0], _ROWS * len(few[0]), width)
+
+        def draws() -> bool:
+            before = _generator_state(device)
+            compute(rows, counts, few)
+            return not torch.equal(before, _generator_state(device))
+
+        if draws():  # in evaluation, too: two calls give two things
+            return LayerTest(draws=True)
+        untried, has_own_way = "", True
+        problem = _why_slots_count(compute, rows, few)
+        try:
+            problem = problem or ("" if run is None else _why_run_differs(run, compute, width, weights))
+        except Exception as error:
+            has_own_way = not isinstance(error, NotImplementedError)
+            untried = one_line(error) if has_own_way else ""
+        if problem:
+            return LayerTest(f"{problem} ({layer.name})")
+        for module in modules:
+            module.train()
+        return LayerTest(draws=draws(), untried=untried, has_own_way=has_own_way)
+    return LayerTest()
+
+
+def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) -> str:
+    """Return whether a row's result depends on other rows, or on the slot of its expert."""
+    slots, device = range(len(weights[0])), rows.device
+    each = SlotCounts.of([_ROWS for _ in slots], device)
+    together = compute(rows, each, weights)
+    for number in slots:
+        row = slice(number * _ROWS, number * _ROWS + 1)
+        alone = compute(rows[row], SlotCounts.of([int(slot == number) for slot in slots], device), weights)
+        if not same_to_rounding(alone, together[row]):
+            return "let a row's result depend on that row alone: it changes when other rows are computed with it"
+    turned = compute(rows.roll(_ROWS, 0), each, [tensor.roll(1, 0) for tensor in weights])
+    if not same_to_rounding(turned, together.roll(_ROWS, 0)):
+        return "keep what belongs to an expert in its tensors, which move: its code depends on the slot's number"
+    return ""
+
+
+def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[Tensor]) -> str:
+    experts, hidden_TD = len(weights[0]), rows_like(weights[0], _CROWD, width)
+    ids_TK = torch.stack([torch.zeros(_CROWD), 1 + torch.arange(_CROWD) % max(1, experts - 1)], dim=1)
+    ids_TK = ids_TK.long()[:, : min(2, experts)].to(hidden_TD.device)
+    weights_TK = torch.tensor([[0.55, 0.25]]).to(hidden_TD)[:, : ids_TK.shape[1]].repeat(_CROWD, 1)
+    own_TD = run(hidden_TD, ids_TK, weights_TK)
+    order = ids_TK.flatten().argsort(stable=True)
+    counts = SlotCounts.of(torch.bincount(ids_TK.flatten(), minlength=experts).tolist(), hidden_TD.device)
+    out_MD = compute(hidden_TD.repeat_interleave(ids_TK.shape[1], 0)[order], counts, list(weights))
+    weighed = torch.empty_like(out_MD).index_copy_(0, order, out_MD) * weights_TK.reshape(-1, 1)
+    expected_TD = weighed.unflatten(0, ids_TK.shape).sum(1)
+    if own_TD.shape != expected_TD.shape or same_to_rounding(own_TD, expected_TD):
+        return ""
+    return (
+        "let the method that attach replaces give no more than router weight times expert, added up (no shared expert, "
+        "factor, capacity or weights that it changes)"
+    )
+
+
+def width_of_rows(
+    call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor, number: int = _ROWS
+) -> int | None:
+    """Return the first of these sizes whose rows the call takes and gives; None: it takes none."""
+    for width in dict.fromkeys(size for size in [*sizes, 8] if size > 0):
+        with suppress(Exception):
+            rows = rows_like(like, number, width)
+            if call(rows).shape == rows.shape:
+                return width
+    return None
+
+
+def same_to_rounding(one: Tensor, other: Tensor) -> bool:
+    """Return whether two results are equal, as far as dtypes can tell."""
+    most = _ROUNDING.get(one.dtype, 1e-3) * other.abs().amax(-1, keepdim=True).nan_to_num(0.0, 0.0)
+    return one.shape == other.shape and bool(
+        ((one - other).abs() <= most).logical_or(one.isnan() & other.isnan()).all()
+    )
+
+
+def rows_like(like: Tensor, number: int, width: int) -> Tensor:
+    """Rows ``[number, width]``, the same ones in each call."""
+    rows = torch.randn(number, width, generator=torch.Generator().manual_seed(SEED))
+    return rows.to(like.device, like.dtype)
+
+
+def _few_of(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return values of the size that weights have, for a few experts: zeros at the start hide all that is behind."""
+    generator, few = torch.Generator(weights[0].device).manual_seed(SEED), []
+    for tensor in weights:
+        shape = min(_SLOTS, len(tensor)), *tensor.shape[1:]
+        made = torch.rand(shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
+        few.append(made.sub_(0.4).mul_(2 * tensor.shape[-1] ** -0.5))
+    return few
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def untouched(modules: Sequence[nn.Module], compute: object, device: torch.device) -> Iterator[None]:
+    """Inside, modules are in evaluation mode; at the end they and torch's generators are as they were."""
+    inside = {id(part): part for module in modules for part in module.modules()}.values()
+    attributes = [(part, dict(vars(part))) for part in (*inside, compute) if hasattr(part, "__dict__")]
+    buffers = [(buffer, buffer.clone()) for part in inside for buffer in part.buffers(recurse=False)]
+    try:
+        compiled = "torch._dynamo" in sys.modules  # else nothing is, and the import takes seconds
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        ):
+            for module in modules:
+                module.eval()
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for part, own in attributes:
+            vars(part).clear()
+            vars(part).update(own)

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import ModuleType
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
-from ...config import BalancerConfig
+from ...checkpoint.stream import Weight
+from ...config import BalancerConfig, Trial
 from ...distributed.process_groups import ProcessGroups
 from ...distributed.ranks import Job, Ranks
 from ...load.clock import ExpertClock
 from ...moe.experts.compute import Compute
 from ...moe.experts.optimizer_state import StateOwner
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from ...checkpoint.stream import Weight
-
-
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states ``[T, D]``, expert ids and router weights ``[T, K]`` -> ``[T, D]``."""
-
-
-Watch = Callable[[Callable[[Tensor, int, int], None]], Callable[[], None]]
-"""See `WatchedLayer`."""
-
-
+End = Callable[[], None]
+"""Ends what was begun."""
+Watch = Callable[[Callable[[Tensor, int, int], None]], End]
+"""Lets another see the experts chosen in each forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K."""
 recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose load `eplb_runtime.record` is writing down."""
 
@@ -53,44 +45,42 @@ def refusing(line: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class MoELayer:
-    """One MoE layer as its host describes it.
+    """One MoE layer as its host describes it; of a model whose load is only recorded (`record`), without what computes.
 
     Args:
-        name: of the experts module within the model.
-        experts: the module that holds the expert weights; its parameters are replaced by the local ones.
-        num_experts: E.
-        parameters: names (within ``experts``) of the tensors whose first dimension is E.
         compute: runs rows through local slots with the module's own code; None: the host carries and computes tokens
             itself (`moe.layer.HostDispatchedLayer`).
-        install: puts the expert-parallel way in the place of the module's own forward.
         live_weights: the weights that the module computes with now, ``[E/R, ...]`` each and plain, where its parameters
             are not that themselves; gradients reach the parameters through them as the host wants them. None: the
             parameters.
         slots: where the experts of this rank are tensors of their own: names of the tensors of each home slot, in
             order, by what they are to an expert; ``parameters`` has all of them. Such a model is made with its experts
             spread already, in logical order.
-        alignment: ``compute`` wants every slot's rows filled up to a multiple of so many.
         by_expert: how whole parameters are seen as ``[E, ...]`` whose own first dimension is another. They are
             ``[E/R, ...]`` from then on.
         run: the module's own way, before ``install``; None: it cannot be called alone.
-        watch: lets another see the choices of each forward of that way, as of `WatchedLayer`, in place of ``install``;
-            None: that way does not run where all experts are on each rank.
-        replaced: parameters with which the module computed before, by name.
+        watch: looks at that way's forwards, in place of ``install``; None: it does not run where all experts are on
+            each rank.
+        experts_here, ep_size: of a recorded layer: experts in the tensors of ``experts``, and over how many ranks they
+            are spread (0: as many as hold all of them so).
     """
 
-    name: str
-    experts: nn.Module
-    num_experts: int
-    parameters: tuple[str, ...]
-    compute: Compute | None
-    install: Callable[[Any], None]
+    name: str  # of the experts module within the model
+    experts: nn.Module  # holds the expert weights; its parameters are replaced by the local ones
+    num_experts: int  # E
+    parameters: tuple[str, ...] = ()  # names, within ``experts``, of the tensors whose first dimension is E
+    compute: Compute | None = None
+    install: Callable[[Any], None] = lambda layer: None  # puts the expert-parallel way in the place of the own forward
     live_weights: Callable[[], Sequence[Tensor]] | None = None
     slots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    alignment: int = 1
+    alignment: int = 1  # ``compute`` wants every slot's rows filled up to a multiple of so many
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     run: Run | None = None
     watch: Watch | None = None
-    replaced: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    replaced: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict)  # parameters of before, by name
+    mark_work: Callable[[ExpertClock], End] | None = None  # lets a clock measure the expert work of the own way
+    experts_here: int = 0
+    ep_size: int = 0
 
     def parameter(self, name: str) -> nn.Parameter:
         """One of ``parameters``, as it is now: a tensor that takes its place for one call, too."""
@@ -109,19 +99,18 @@ class MoELayer:
 
 
 class HostOptimizer(StateOwner, Protocol):
-    """An optimizer of the framework's own, which is no torch optimizer but steps with some inside."""
+    """An optimizer of the framework's own, which is no torch optimizer but steps with some ``inside``, which step
+    experts. ``param_groups``: the model's expert parameters that it steps. ``divides_over``: the ranks that
+    ``ranges_of`` is of, in their order; empty: no expert is divided."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The model's expert parameters that it steps."""
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
     @property
-    def inside(self) -> Sequence[torch.optim.Optimizer]:
-        """Those that step experts."""
+    def inside(self) -> Sequence[torch.optim.Optimizer]: ...
 
     @property
-    def divides_over(self) -> tuple[int, ...]:
-        """The ranks that ``ranges_of`` is of, in their order; empty: no expert is divided."""
+    def divides_over(self) -> tuple[int, ...]: ...
 
     def join(
         self,
@@ -145,9 +134,8 @@ class HostModel:
     """What a host knows of a model.
 
     Args:
-        layers: in model order.
         real_tokens: ``T -> bool [T]``, the real tokens of the running batch (the others are padding), or None.
-        watch_batches: hooks into the model what ``real_tokens`` needs.
+        watch_batches: hooks into the model what ``real_tokens`` needs, and returns how to end it.
         remake_buffers: fills the non-persistent buffers of one module, as the framework does when it makes a model.
         save_together: puts collective ways of saving in the place of the framework's own, which would write one rank's
             experts.
@@ -158,20 +146,17 @@ class HostModel:
             Such a model may have no MoE layer.
         optimizer: makes of an optimizer of the framework's own what attaching can use, given the MoE layers of all
             models on this rank, by their names over all of these.
-        dispatches: whether the framework carries and computes tokens itself (``compute`` of its layers is None); also
-            said of a stage without an MoE layer.
-        dense_is_equal: whether parameters outside the experts are whole, and equal on all ranks, after each step.
-        problems: what of the job's settings cannot be balanced, given the optimizers: a line each.
-        refuses: what of a config does not go with the framework: one line, or empty.
+        dispatches: whether the framework carries and computes tokens itself (``compute`` of its layers is None), and
+            holds no replicas; also said of a stage without an MoE layer.
+        problems: what of the job's settings and of a config cannot be balanced, given the optimizers: a line each.
         weights: lists the tensors of the attached model as the framework's checkpoints name them, given the model and
             the number of its first MoE layer. Collective where weights are still on their way. None: under the model's
             own names.
-        notes: lines that say what makes bits depend on where experts are.
     """
 
-    layers: tuple[MoELayer, ...]
+    layers: tuple[MoELayer, ...]  # in model order
     real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
-    watch_batches: Callable[[], Any] = lambda: RemovableHandle(OrderedDict())
+    watch_batches: Callable[[], End] = lambda: lambda: None
     remake_buffers: Callable[[nn.Module], None] = lambda module: None
     save_together: Callable[[Balancer], None] = lambda balancer: None
     folders: ModuleType | None = None
@@ -179,11 +164,10 @@ class HostModel:
     ranks: Ranks | None = None
     optimizer: Callable[[Sequence[MoELayer], Any], AnyOptimizer] | None = None
     dispatches: bool = False
-    dense_is_equal: bool = True
-    problems: Callable[[Sequence[Any]], list[str]] = lambda optimizers: []
-    refuses: Callable[[BalancerConfig], str] = lambda config: ""
+    dense_is_equal: bool = True  # whether parameters outside the experts are whole, and equal on all ranks
+    problems: Callable[[Sequence[Any], BalancerConfig], list[str]] = lambda optimizers, config: []
     weights: Callable[[nn.Module, int], Sequence[Weight]] | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # lines that say what makes bits depend on where experts are
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -192,31 +176,6 @@ def unwrapped(optimizer: Any) -> Any:
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
     return optimizer if inner is None else unwrapped(inner)
-
-
-@dataclass(frozen=True)
-class WatchedLayer:
-    """An MoE layer whose choices are looked at, and nothing else. ``hook`` lets another see the experts chosen in each
-    forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K; it and ``mark_work`` return how to end it.
-    ``experts_here``: those in the tensors of ``experts``. ``ep_size`` 0: as many as hold all of them so."""
-
-    name: str
-    num_experts: int
-    hook: Watch
-    experts: nn.Module
-    experts_here: int
-    mark_work: Callable[[ExpertClock], Callable[[], None]] | None = None
-    ep_size: int = 0
-
-
-@dataclass(frozen=True)
-class WatchedModel:
-    """What a host knows of a model that stays as it is."""
-
-    layers: tuple[WatchedLayer, ...]
-    real_tokens: Callable[[int], Tensor | None] = lambda tokens: None
-    watch_batches: Callable[[], Any] = lambda: RemovableHandle(OrderedDict())
-    takes_replicas: bool = True
 
 
 @dataclass(frozen=True)
@@ -229,18 +188,43 @@ class Stage:
     prefix: str = ""
 
 
+def stages_of(numbers: Sequence[int], models: Sequence[nn.Module], hosts: Sequence[HostModel]) -> list[Stage]:
+    """Return the stages of this rank. Too few numbers, or too many, are noticed on all ranks together."""
+    prefix = "stages.{}." if len(models) > 1 else ""
+    given = zip((*numbers, *[-1] * len(models)), models, hosts, strict=False)
+    return [Stage(number, model, host, prefix.format(number)) for number, model, host in given]
+
+
 @dataclass(frozen=True)
-class Request:
-    """Arguments of an attach whose ranks have found each other. ``container`` steps the optimizers, all in one step of
-    its own. ``single``: layers compute by their own code, since all experts are on each rank."""
+class Described:
+    """Arguments of an attach, in the words of the hosts.
+
+    Args:
+        stages: the models of this rank, in the order of ``ranks.stages``.
+        optimizers: none: inference.
+        device: where the experts are, or will be made.
+        container: steps the optimizers, all in one step of its own; None: each steps by itself.
+    """
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
     config: BalancerConfig
-    groups: ProcessGroups
+    ranks: Ranks
     device: torch.device
-    container: torch.optim.Optimizer | None
-    single: bool
+    container: torch.optim.Optimizer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Described):
+    """The same of ranks that have met, and as a run under ``eplb-runtime verify`` overrides it."""
+
+    groups: ProcessGroups
+    trial: Trial | None
+
+    @property
+    def single(self) -> bool:
+        """Return whether layers compute by their own code, since all experts are on each rank."""
+        return self.trial is not None and self.trial.layout == "single"
 
     @property
     def job(self) -> Job:

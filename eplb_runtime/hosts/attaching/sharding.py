@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ...moe.experts.optimizer_state import replace_parameter
-from .description import AttachError, MoELayer
+from .description import AnyOptimizer, AttachError, MoELayer
 
 
-def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device, keep: bool = False) -> nn.Parameter:
+def cut_rows(layer: MoELayer, name: str, rows: list[int], device: torch.device, keep: bool = False) -> nn.Parameter:
     """These experts' rows of a full parameter. ``keep`` the very parameter, which a loop may have from before, where
     it has memory: all experts are here."""
     full = layer.parameter(name)
@@ -27,11 +27,11 @@ def cut_rows(layer: MoELayer, name: str, rows: Tensor, device: torch.device, kee
     if full.is_meta:
         local = blank(torch.Size([len(rows), *stack.shape[1:]]), full.dtype, device)
         return nn.Parameter(local, requires_grad=full.requires_grad)
-    return nn.Parameter(stack[rows.to(full.device)].contiguous(), requires_grad=full.requires_grad)
+    return nn.Parameter(stack[rows], requires_grad=full.requires_grad)
 
 
 def install_parameter(
-    layer: MoELayer, name: str, local: nn.Parameter, rows: Tensor | None, optimizers: Sequence[torch.optim.Optimizer]
+    layer: MoELayer, name: str, local: nn.Parameter, rows: list[int] | None, optimizers: Sequence[AnyOptimizer]
 ) -> None:
     """Put a parameter in the place of an expert parameter, in module and optimizer; ``rows`` of what was there are its
     own."""
@@ -39,10 +39,11 @@ def install_parameter(
     local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
 
     def take(state: Tensor) -> Tensor:
-        return state if rows is None else layer.of_experts(name, state.detach())[rows.to(state.device)].contiguous()
+        return state if rows is None else layer.of_experts(name, state.detach())[rows]
 
     for optimizer in optimizers:
-        if any(p is old for group in optimizer.param_groups for p in group["params"]):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if isinstance(optimizer, torch.optim.Optimizer) and any(p is old for p in held):
             replace_parameter(optimizer, old, local, take)
     layer.put(name, local)
 
@@ -96,7 +97,8 @@ def _swap(parameter: nn.Parameter, tensor: Tensor) -> None:
 class ModelSnapshot:
     """What attaching changes of models and optimizers. It keeps full experts alive until it is dropped."""
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, models: Sequence[nn.Module], steppers: Sequence[AnyOptimizer | None]) -> None:
+        optimizers = [one for one in steppers if isinstance(one, torch.optim.Optimizer)]
         parameters = [parameter for model in models for parameter in model.parameters()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         own = [vars(thing) for thing in (*(m for model in models for m in model.modules()), *optimizers)]

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -35,7 +35,8 @@ from ...moe.experts.optimizer_state import state_of
 from ...moe.experts.slices import has_memory, local
 from ...planner.policies import shuffled
 from ...utils.files import write_file
-from .description import AttachError, Stage
+from .checks import Checked
+from .description import AttachError
 from .unregistered import holder_of, unregistered
 
 MOVING = ("moved", "replicas")
@@ -102,9 +103,7 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
     """Return the same settings without replica slots and what only these use. An initial placement is for one number of
     replica slots, so it goes, too."""
-    usual = BalancerConfig()
-    dispatch = replace(config.dispatch, split_least_tokens=usual.dispatch.split_least_tokens)
-    without = replace(config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=usual.copies_by)
+    without = replace(config, replica_slots=0, initial_placement=None, copies_by=BalancerConfig.copies_by)
     return without if config.replica_slots else config
 
 
@@ -124,26 +123,20 @@ class TrialRun(LoopHooks):
     """Records the steps of a balancer, moves experts as the trial says, and ends the job.
 
     Args:
-        stages: the attached models of this rank.
-        known: ``notes``, what attach has said of bits; ``untried``, layers whose own way attach could not call alone,
-            and why; ``not_single``, why the job cannot run with all experts on each rank (empty: it can, if they fit);
-            ``replica_slots`` of the job's own settings.
+        known: ``notes``, what attach has said of bits, and ``replica_slots`` of the job's own settings.
     """
 
-    def __init__(self, trial: Trial, balancer: Balancer, stages: Sequence[Stage], known: Mapping[str, Any]) -> None:
-        self._trial, self._balancer, self._stages = trial, balancer, stages
+    def __init__(self, request: Checked, trial: Trial, balancer: Balancer, known: Mapping[str, Any]) -> None:
+        self._request, self._trial, self._balancer = request, trial, balancer
         self._runtime, self._tensors = balancer.runtime, balancer.tensors
         self._group, job = self._runtime.groups.background, self._runtime.job
         self._step, self._began, self._moves = 0, balancer.placement.epoch, trial.layout in MOVING
         self._rows: dict[tuple[str, int], TrialRow] = {}
         self._norms: dict[tuple[torch.Size, ...], float] = {}
         self._coarsest, self._of_old, self._has_run = 0.0, dict[str, int](), False
-        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
-        self._modules = {
-            job.first_layer(stage.number) + position: stage.prefix + layer.name
-            for stage in stages
-            for position, layer in enumerate(stage.host.layers)
-        }
+        tests = zip(request.layers, request.tests, strict=True)
+        untried = [f"{name} ({test.untried})" for (_, name, _), test in tests if test.untried]
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "untried": untried, "doubts": []}
         balancer.guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         self._is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
@@ -214,18 +207,15 @@ class TrialRun(LoopHooks):
     def before_step(self) -> None:
         """Put reduced gradients on record; with several optimizers those that the last of them sees. What is rounding
         alone becomes zero."""
-        if self._step < self._trial.steps:
-            for entry in self._gradients():
-                self._put(*entry)
-                if entry[2] < 0:  # no expert's
-                    size, rounding = entry[3].abs(), max(self._coarsest, torch.finfo(entry[3].dtype).eps)
-                    entry[3].masked_fill_(size < _NOISE * rounding * size.mean(), 0)
-            self._counts = self._runtime.counter.counts.clone()
+        for entry in self._gradients():
+            self._put(*entry)
+            if entry[2] < 0:  # no expert's
+                size, rounding = entry[3].abs(), max(self._coarsest, torch.finfo(entry[3].dtype).eps)
+                entry[3].masked_fill_(size < _NOISE * rounding * size.mean(), 0)
+        self._counts = self._runtime.counter.counts.clone()
 
     @torch.no_grad()
     def on_step_end(self) -> None:
-        if self._step >= self._trial.steps:
-            return
         self._step, self._has_run = self._step + 1, False
         counts = self._write()
         if self._step == self._trial.steps:
@@ -277,17 +267,24 @@ class TrialRun(LoopHooks):
             "said": self._balancer.guard.said,
             "rounding": max([self._coarsest, *(torch.finfo(p.dtype).eps for p in held if p.is_floating_point())]),
             "commits": self._balancer.placement.epoch - self._began,
-            "not_single": self._meta["not_single"] or self._does_not_fit(),
+            "not_single": self._why_not_single(),
         }
         self._write_file("meta.json", gather_bytes(json.dumps(meta).encode(), self._group)[0].decode())
 
-    def _does_not_fit(self) -> str:
-        """Say that all experts, four times their weights with Adam, leave not a fifth of this rank's memory free."""
-        job, device = self._runtime.job, self._runtime.device
+    def _why_not_single(self) -> str:
+        """Say why the job cannot run with all experts on each rank; empty: it can."""
+        job, device, hosts = self._runtime.job, self._runtime.device, [stage.host for stage in self._request.stages]
+        if any(host.dispatches or host.ranks is not None or any(one.slots for one in host.layers) for host in hosts):
+            return "the framework spreads the experts itself"
+        if job.divided_rows or job.divided_state:
+            return "the job divides what it keeps of an expert"
+        if self._tensors.sliced:
+            return "fully_shard divides experts over ranks that the job chooses"
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, len(job.ranks))
+        # Four times their weights, with Adam; a fifth of this rank's memory stays free.
         here = sum(local(parameter).nbytes for parameter in self._runtime.registry.parameters())
         needed = 4 * here * (job.ep_size - 1)
         return f"all experts take {needed / 2**30:.1f} GiB more on a rank" if needed > 0.8 * free else ""
@@ -317,7 +314,7 @@ class TrialRun(LoopHooks):
             owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         replaced = self._tensors.replaced().values()  # the records tell who uses these
         known = (*owned, *replaced, *(old.grad for old in replaced))
-        found = unregistered([stage.model for stage in self._stages], self._runtime.registry, known)
+        found = unregistered([stage.model for stage in self._request.stages], self._runtime.registry, known)
         holders = [(holder, one.shape) for one in found if (holder := holder_of(one, found))]
         self._meta["unregistered"] = [
             {"holder": f"rank {rank}: {holder}", "shape": shape}
@@ -329,35 +326,31 @@ class TrialRun(LoopHooks):
 
     def _entries(self) -> Iterator[tuple[Any, ...]]:
         """Yield what `row_of` takes of weights, optimizer state and buffers, of experts by their logical ids."""
-        runtime, balancer = self._runtime, self._balancer
-        part = runtime.job.edp_ranks.index(runtime.job.rank)
-        for layer in runtime.registry.layers:
-            experts, prefix = balancer.logical_expert_ids(layer), f"{self._modules[layer]}."
-            for tensor in runtime.registry.of_home(layer):
+        job, registry = self._runtime.job, self._runtime.registry
+        for layer, module, _ in self._request.layers:
+            for tensor in registry.of_home(layer):
                 kind = tensor.kind if tensor.part == "row" else tensor.part
-                name = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
-                for slot, expert in enumerate(experts):
-                    first = tensor.ranges[slot][part][0] if tensor.part == "range" else 0
-                    row = tensor.row(slot).detach()
-                    if row.numel():
-                        yield name, kind, expert, row, first
+                name = tensor.name if tensor.name.startswith(f"{module}.") else f"{module}.{tensor.name}"
+                for slot, expert in enumerate(self._balancer.logical_expert_ids(layer)):
+                    part = tensor.ranges[slot][job.edp_ranks.index(job.rank)] if kind == "range" else (0, 0)
+                    if (row := tensor.row(slot).detach()).numel():
+                        yield name, kind, expert, row, part[0]
         for name, parameter in self._tensors.dense.items():
             yield name, "parameter", -1, local(parameter)
             for optimizer in self._tensors.optimizers:
                 for key, value in state_of(optimizer, parameter).items():
                     if isinstance(value, Tensor):
                         yield f"{name}/{key}", "optimizer_state", -1, local(value)
-        for stage in self._stages:
-            for name, buffer in stage.model.named_buffers():
-                if not buffer.is_sparse:
-                    yield stage.prefix + name, "buffer", -1, local(buffer)
+        for stage in self._request.stages:
+            buffers = ((name, one) for name, one in stage.model.named_buffers() if not one.is_sparse)
+            yield from ((stage.prefix + name, "buffer", -1, local(one)) for name, one in buffers)
 
     def _gradients(self) -> Iterator[tuple[Any, ...]]:
-        layer_of, slots = self._runtime.layer_of_parameter, self._runtime.registry.has_slots
-        for name, parameter in {} if slots else self._runtime.parameters.items():
-            if parameter.grad is not None:
-                rows = zip(self._balancer.logical_expert_ids(layer_of[name]), local(parameter.grad), strict=True)
+        layer_of, dense = self._runtime.layer_of_parameter, self._tensors.dense
+        experts = {} if self._runtime.registry.has_slots else self._runtime.parameters
+        for name, gradient in ((name, one.grad) for name, one in {**experts, **dense}.items()):
+            if gradient is not None and name in dense:
+                yield f"{name}/grad", "gradient", -1, local(gradient)
+            elif gradient is not None:
+                rows = zip(self._balancer.logical_expert_ids(layer_of[name]), local(gradient), strict=True)
                 yield from ((f"{name}/grad", "gradient", expert, row) for expert, row in rows)
-        for name, parameter in self._tensors.dense.items():
-            if parameter.grad is not None:
-                yield f"{name}/grad", "gradient", -1, local(parameter.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,6 @@ from ..attaching.description import (
     HostModel,
     MoELayer,
     ShardingMark,
-    WatchedLayer,
-    WatchedModel,
     mark_spread,
     sums_of_gradients,
     sums_of_results,
@@ -63,14 +61,13 @@ def describe(model: nn.Module) -> HostModel:
         optimizer=partial(adapt, wrapped),
         dispatches=True,
         dense_is_equal=not (layers and in_parts),
-        problems=partial(_problems, model),
-        refuses=partial(_refuses, layers, wrapped),
+        problems=partial(_problems, model, wrapped),
         weights=partial(weights, layers),
         notes=_notes(found),
     )
 
 
-def watched(model: nn.Module) -> WatchedModel:
+def watched(model: nn.Module) -> HostModel:
     """The MoE layers of ``model``, also of one that could not be balanced."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     for _, module in found:
@@ -78,17 +75,17 @@ def watched(model: nn.Module) -> WatchedModel:
         if graphs.cuda_graph_impl != "none" and "moe_preprocess" in graphs.cuda_graph_modules.split(","):
             raise AttachError("a replay of moe_preprocess shows no choices: record without it in cuda_graph_modules")
     layers = [
-        WatchedLayer(
+        MoELayer(
             f"{name}.experts",
-            module.config.num_moe_experts,
-            partial(watch, module),
             module.experts,
-            module.num_local_experts,
-            partial(mark_work, module),
+            module.config.num_moe_experts,
+            watch=partial(watch, module),
+            mark_work=partial(mark_work, module),
+            experts_here=module.num_local_experts,
         )
         for name, module in found
     ]
-    return WatchedModel(tuple(layers), takes_replicas=False)
+    return HostModel(tuple(layers), dispatches=True)
 
 
 def _is_wrapped(model: nn.Module, layers: Sequence[MoELayer]) -> bool:
@@ -145,11 +142,11 @@ def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> JobSettings 
     return settings_of(options)
 
 
-def _problems(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
-    settings = settings_of_job(model, optimizers)
-    if settings is None:
-        return []
-    found = [str(refusal) for refusal in refusals(settings)]
+def _problems(model: nn.Module, wrapped: bool, optimizers: Sequence[Any], config: BalancerConfig) -> list[str]:
+    found = [*_of_config(config, wrapped)]
+    if (settings := settings_of_job(model, optimizers)) is None:
+        return found
+    found += [str(refusal) for refusal in refusals(settings)]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     found += [why for name, module in layers if (why := why_not_followed(name, module))][:1]
     if not found and dist.get_rank() == 0:
@@ -173,17 +170,16 @@ def why_not_followed(name: str, module: Any) -> str:
     return ""
 
 
-def _refuses(layers: Sequence[MoELayer], wrapped: bool, config: BalancerConfig) -> str:
+def _of_config(config: BalancerConfig, wrapped: bool) -> Iterator[str]:
     if config.overlap:
-        return "overlap=True with Megatron is not supported yet: leave it False"
+        yield "overlap=True with Megatron is not supported yet: leave it False"
     if wrapped and config.dense_gradients == "allreduce":
-        return "Megatron's DistributedDataParallel averages gradients itself: leave dense_gradients='host'"
+        yield "Megatron's DistributedDataParallel averages gradients itself: leave dense_gradients='host'"
     if not wrapped and parallel_state.get_tensor_model_parallel_world_size() > 1:
-        return (
+        yield (
             "tensor parallelism needs Megatron's own reduction of gradients: wrap the model in its "
             "DistributedDataParallel, and give attach its optimizer"
         )
-    return ""
 
 
 def _notes(layers: Sequence[tuple[str, Any]]) -> tuple[str, ...]:

@@ -24,10 +24,10 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from ...balancer.balancer import Balancer
 from ...config import BalancerConfig
 from ...distributed.ranks import Ranks
-from .. import _all_can_attach, pipelining
+from .. import pipelining
 from ..attaching.attach import attach_stages
-from ..attaching.checks import device_of
-from ..attaching.description import NOT_RUN, AttachError, HostModel, ShardingMark, Stage, mark_spread
+from ..attaching.checks import describe_together, device_of
+from ..attaching.description import NOT_RUN, AttachError, Described, HostModel, ShardingMark, mark_spread, stages_of
 from ..attaching.state_hooks import keep_logical_order
 from .experts import BalancedRoutedExperts, balanced_experts, describe, routed_experts
 from .settings import BACKENDS, STANDARD, TitanSettings, backend_of, notes, refusals
@@ -87,33 +87,26 @@ def _build(
     """Attach after the model's own function; raises `AttachError` on every rank, or on none."""
     if own is not None:
         own(optimizers, model_parts, parallel_dims)
-    ranks, stages, problem = Ranks(), [], None
-    device, settings = torch.device("cpu"), TitanSettings()
-    try:
-        settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config, config.replica_slots)
+
+    def job(balancer_config: BalancerConfig) -> Described:
+        slots = balancer_config.replica_slots
+        settings = _live_settings(optimizers, model_parts, parallel_dims, trainer_config, slots)
         refused = [str(one) for one in refusals(settings)]
-        if config.initial_placement is not None:
+        if balancer_config.initial_placement is not None:
             refused.append("initial_placement: torchtitan makes and loads experts in logical order; leave it out")
         if refused:
             raise AttachError("; also, ".join(refused))
+        if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
+            logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
         ep_ranks = tuple(dist.get_process_group_ranks(parallel_dims.get_mesh("ep").get_group()))
         numbers = numbers_of(model_parts) if parallel_dims.pp_enabled else (0,)
         # The loss is divided by the tokens of all ranks, and FSDP adds up without dividing.
         shards = parallel_dims.get_mesh("efsdp").size()
         ranks = Ranks(ep=ep_ranks, stages=numbers, gradient_divisor=1, divided_rows=shards)
-        stages = [
-            Stage(number, part, _host(part, ep_ranks, settings), f"stages.{number}." if len(numbers) > 1 else "")
-            for number, part in zip(numbers, model_parts, strict=True)
-        ]
-        device = device_of(stages, None)
-    except Exception as error:
-        problem = error
-    _all_can_attach(ranks, "attach", config, problem)
-    balancer = attach_stages(
-        stages, optimizers.optimizers, config=config, ranks=ranks, device=device, container=optimizers
-    )
-    if settings.moe_comm_backend != STANDARD and dist.get_rank() == 0:
-        logger.warning(NOT_RUN, "moe_comm_backend", settings.moe_comm_backend)
+        stages = stages_of(numbers, model_parts, [_host(part, ep_ranks, settings) for part in model_parts])
+        return Described(stages, optimizers.optimizers, balancer_config, ranks, device_of(stages, None), optimizers)
+
+    balancer = attach_stages(describe_together("attach", job, config))
     if parallel_dims.pp_enabled:
         _accompany(model_parts, balancer)
     _clip_experts(model_parts, balancer)

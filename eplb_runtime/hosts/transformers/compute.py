@@ -2,7 +2,7 @@
 
 The module reads whatever tensors stand for its parameters, so it computes the slots of this rank. Its forward wants one
 choice for each row and sorts rows by expert once more; of ``grouped_mm``, the library's default, all steps but the
-sorting are run here on the rows as they are. `attaching.self_test` compares both ways when a model is attached.
+sorting are run here on the rows as they are. `attaching.checks` compares both ways when a model is attached.
 """
 
 from __future__ import annotations

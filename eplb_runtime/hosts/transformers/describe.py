@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ...moe.layer import ExpertParallelLayer
 from .. import module
-from ..attaching.description import AttachError, HostModel, MoELayer, WatchedModel, refusing, spread_of
+from ..attaching.description import AttachError, End, HostModel, MoELayer, refusing, spread_of
 from ..module import MoE
 from . import folders
 from .adapters import AdaptedExperts, experts_of, follow, follows_experts_interface, is_saved_with_adapters
@@ -55,14 +54,14 @@ def describe(model: nn.Module) -> HostModel:
     )
 
 
-def watched(model: nn.Module) -> WatchedModel:
+def watched(model: nn.Module) -> HostModel:
     """The MoE layers of ``model`` in model order, also of one that could not be balanced."""
     padding, experts = _Padding(model), {n: m for n, m in model.named_modules() if follows_experts_interface(m)}
     found = module.watched(model, [MoE(name, run="forward") for name in experts]).layers
     # Where the library has spread experts their tensors count those of all ranks.
     sizes: Any = [one.num_experts for one in experts.values()]
     layers = [replace(one, ep_size=one.num_experts // here) for one, here in zip(found, sizes, strict=True)]
-    return WatchedModel(tuple(layers), padding.real_tokens, padding.watch)
+    return HostModel(tuple(layers), padding.real_tokens, padding.watch)
 
 
 def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts) -> MoELayer:
@@ -137,7 +136,7 @@ class _Padding:
     def _see(self, mask: Any) -> None:
         self._masks.now = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-    def watch(self) -> Any:
+    def watch(self) -> End:
         """Look at what each forward of the model is given, from now on; what runs outside of one has no mask."""
 
         def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,7 +145,7 @@ class _Padding:
         hooks = ExitStack()
         hooks.callback(self._model.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
         hooks.callback(self._model.register_forward_hook(lambda *_: self._see(None), always_call=True).remove)
-        return SimpleNamespace(remove=hooks.close)
+        return hooks.close
 
     def real_tokens(self, tokens: int) -> Tensor | None:
         """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""

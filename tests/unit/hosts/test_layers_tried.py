@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 import eplb_runtime as eplb
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts import module as own
+from eplb_runtime.hosts.attaching.checks import try_layers
 from eplb_runtime.hosts.attaching.description import MoELayer
-from eplb_runtime.hosts.attaching.self_test import try_layers
 from eplb_runtime.hosts.module import MoE, _users
 from eplb_runtime.hosts.transformers.describe import describe
 from eplb_runtime.moe.experts.compute import SlotCounts
