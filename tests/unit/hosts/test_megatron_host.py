@@ -75,6 +75,7 @@ def installed(**own: Any) -> Any:
 def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     """It gives the ids of tokens, too, of which layers with hash routing choose experts."""
     from eplb_runtime.hosts.megatron.layer import watch
+    from eplb_runtime.load.clock import ExpertClock
 
     layer = installed(route=lambda hidden, mask=None, input_ids=None: (mask, input_ids))
     assert layer.route(None, "padding", "ids") == layer.route(None, "padding", input_ids="ids") == ("padding", "ids")
@@ -82,7 +83,7 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     layer.route = lambda hidden, mask=None, input_ids=None: (input_ids, chosen)
     layer.cudagraph_tensor_store = None
     seen: list[Any] = []
-    watch(layer, lambda *shown: seen.append(shown))
+    watch(layer, lambda *shown: seen.append(shown), ExpertClock())
     assert layer.route(torch.zeros(3, 8), None, "ids") == ("ids", chosen)
     assert seen == [(chosen, 8, 2)]
 
