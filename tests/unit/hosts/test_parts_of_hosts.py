@@ -17,7 +17,7 @@ from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
 from eplb_runtime.hosts.attaching.checks import _of_device
 from eplb_runtime.hosts.attaching.expert_spans import watch_calls
 from eplb_runtime.hosts.attaching.optimizers import follow_forwards
-from eplb_runtime.hosts.attaching.unregistered import _name_of, holder_of, unregistered
+from eplb_runtime.hosts.attaching.trial import _name_of, holder_of, unregistered
 from eplb_runtime.hosts.transformers.describe import _Padding
 from eplb_runtime.hosts.transformers.folders import _cut_by, _specs
 from eplb_runtime.load import counter as load_counter
