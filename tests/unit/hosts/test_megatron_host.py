@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from eplb_runtime.hosts.attaching.description import AttachError
+from eplb_runtime.load.clock import ExpertClock
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
@@ -57,7 +58,6 @@ def installed(**own: Any) -> Any:
     from types import SimpleNamespace
 
     from eplb_runtime.hosts.megatron.layer import install
-    from eplb_runtime.load.clock import ExpertClock
 
     config = SimpleNamespace(
         overlap_moe_expert_parallel_comm=False,
@@ -75,7 +75,6 @@ def installed(**own: Any) -> Any:
 def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     """It gives the ids of tokens, too, of which layers with hash routing choose experts."""
     from eplb_runtime.hosts.megatron.layer import watch
-    from eplb_runtime.load.clock import ExpertClock
 
     layer = installed(route=lambda hidden, mask=None, input_ids=None: (mask, input_ids))
     assert layer.route(None, "padding", "ids") == layer.route(None, "padding", input_ids="ids") == ("padding", "ids")
