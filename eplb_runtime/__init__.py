@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,14 +51,12 @@ _ROOM_OF = {
 __all__ = sorted(_ROOM_OF)
 
 
-class _WhenImported(MetaPathFinder):
-    """Adds ``ep_implementation="eplb"`` to Transformers' registry when that is imported, which is left to others."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name == _REGISTRY else None
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(_register, spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
+def _find_spec(name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    """Add ``ep_implementation="eplb"`` to Transformers' registry when that is imported, which is left to others."""
+    spec = PathFinder.find_spec(name, path, target) if name == _REGISTRY else None
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module = partial(_register, spec.loader.exec_module)  # type: ignore[method-assign]
+    return spec
 
 
 def _register(execute: Callable[[ModuleType], object], registry: ModuleType) -> None:
@@ -75,7 +72,7 @@ def _register(execute: Callable[[ModuleType], object], registry: ModuleType) -> 
 _REGISTRY = "transformers.distributed.expert_parallel"
 if _REGISTRY in sys.modules:
     _register(bool, sys.modules[_REGISTRY])
-sys.meta_path.insert(0, _WhenImported())
+sys.meta_path.insert(0, SimpleNamespace(find_spec=_find_spec))  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,19 +1,17 @@
 """Keep what a user can choose, in frozen values. They raise `ConfigError` when made if a value is out of range, a name
 is unknown, or a setting has no effect with the others. No other room reads the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, Field, asdict, dataclass, field, fields
-from functools import cache
 from math import nan
 from numbers import Integral
 from pathlib import Path
 from reprlib import repr as _shown
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +21,10 @@ from .placement import Placement
 Transport = Literal["torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto"]
 TRANSPORTS = get_args(Transport)
 """Names of `distributed.transports.TRANSPORTS`."""
-LEAST = {
-    **dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1),
-    **dict.fromkeys(("replica_slots", "split_least_tokens", "low_latency_tokens", "lag", "max_moves"), 0),
-    "sms": 2,
-}
-"""Least values of settings that are whole numbers."""
-_SECONDS = 366 * 86400.0, "a number of seconds above 0, up to a year"
-UP_TO = {
-    "timeout_seconds": _SECONDS,
-    "max_pause_seconds": _SECONDS,
-    "moe_share": (1.0, "a share of the step in (0, 1], or None"),
-}
-"""Largest values of settings that are numbers above 0, and what to give."""
+LEAST = dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1) | {"sms": 2}
+"""Least values of settings that are whole numbers, where it is not 0."""
+UP_TO = {"moe_share": (1.0, "a share of the step in (0, 1], or None")}
+"""Largest values of settings that are numbers above 0, and what to give, where it is not a year in seconds."""
 LOOPBACK = "127.0.0.1"
 _MOST = (1 << 60) - 1  # largest whole number that is taken: beyond it there is no counting in 64 bits
 _MOST_LOW_LATENCY_TOKENS = 508
@@ -57,33 +46,29 @@ def _as_float(value: Any) -> float:
     return float(value) if is_number and abs(value) < _MOST else nan
 
 
-@cache
-def _words_of(kind: type) -> dict[str, tuple[str, ...]]:
-    """Return the values of a config's settings that are words."""
-    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
-
-
-def _checked(name: str, value: Any, default: object, words: Sequence[str]) -> Any:
-    """Return a setting as Python's own kind of value; ``words``: one of them, if there are any."""
-    given = f"{'dispatch' if name == 'name' else name}={_shown(value)}"
-    if words:
-        if not isinstance(value, str) or value not in words:
-            raise ConfigError(f"{given} is unknown; choose one of: {', '.join(words)}")
+def _checked(own: Field[Any], value: Any) -> Any:
+    """Return a setting as Python's own kind of value."""
+    kind: Any = own.type
+    given = f"{'dispatch' if own.name == 'name' else own.name}={_shown(value)}"
+    if get_origin(kind) is Literal:
+        if not isinstance(value, str) or value not in get_args(kind):
+            raise ConfigError(f"{given} is unknown; choose one of: {', '.join(get_args(kind))}")
         return str(value)
-    if name in LEAST:
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not (is_whole and LEAST[name] <= int(value) <= _MOST):
-            raise ConfigError(f"{given}: give a whole number of at least {LEAST[name]}, below 2**60")
+    if kind in (int, int | None):
+        is_whole, least = isinstance(value, Integral) and not isinstance(value, bool), LEAST.get(own.name, 0)
+        if not (is_whole and least <= int(value) <= _MOST):
+            raise ConfigError(f"{given}: give a whole number of at least {least}, below 2**60")
         return int(value)
-    if name in UP_TO:
-        if not 0 < _as_float(value) <= UP_TO[name][0]:
-            raise ConfigError(f"{given}: give {UP_TO[name][1]}")
+    if kind in (float, float | None):
+        most, wanted = UP_TO.get(own.name, (366 * 86400.0, "a number of seconds above 0, up to a year"))
+        if not 0 < _as_float(value) <= most:
+            raise ConfigError(f"{given}: give {wanted}")
         return float(value)
-    if isinstance(default, bool):
+    if kind is bool:
         if not isinstance(value, bool | np.bool_):
             raise ConfigError(f"{given}: give True or False")
         return bool(value)
-    return _speeds(value) if name == "rank_speed" else value
+    return _speeds(value) if own.name == "rank_speed" else value
 
 
 def _speeds(given: Any) -> tuple[float, ...]:
@@ -110,9 +95,8 @@ class _Settings:
     def __post_init__(self) -> None:
         for own in fields(self):
             value = getattr(self, own.name)
-            if value is not None or (own.default is not None and own.name != "interval"):
-                words = _words_of(type(self)).get(own.name, ())  # type: ignore[arg-type]
-                object.__setattr__(self, own.name, _checked(own.name, value, own.default, words))
+            if value is not None or NoneType not in get_args(own.type):
+                object.__setattr__(self, own.name, _checked(own, value))
         for line in self._refusals():
             raise ConfigError(line)
 
@@ -125,9 +109,9 @@ class _Settings:
 class DispatchConfig(_Settings):
     """Settings of what happens in each MoE layer: how a batch is split over copies, travels and is summed."""
 
-    name: Literal["all_to_all", "hierarchical", "deepep", "auto"] = "all_to_all"
-    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once), ``"deepep"``
-    (on Hopper GPUs and newer) or ``"auto"`` (``"deepep"`` where every rank has it, else ``"all_to_all"``)."""
+    name: Literal["all_to_all", "hierarchical", "deepep"] = "all_to_all"
+    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once) or
+    ``"deepep"`` (bfloat16, on Hopper GPUs and newer)."""
     _: KW_ONLY
     combine_order: Literal["logical", "by_rank"] = "logical"
     """How a token's results are summed: ``"logical"``, in the router's order, so that no bit depends on where experts
@@ -142,8 +126,6 @@ class DispatchConfig(_Settings):
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
     kernels: bool = True
     """On GPUs with Triton its kernels count, route and sum a layer's choices; torch where the first batch differs."""
-    split_least_tokens: int = 64
-    """A batch with fewer (token, choice) pairs over all ranks is not split: it stays at home."""
 
     def _refusals(self) -> Iterator[str]:
         tokens, order = self.low_latency_tokens, self.combine_order
@@ -196,10 +178,10 @@ class MigrationConfig(_Settings):
 class _DispatchField:
     """Field that is set to the name of a dispatcher or to a `DispatchConfig`, and read as a `DispatchConfig`."""
 
-    def __get__(self, config: BalancerConfig | None, owner: type) -> DispatchConfig:
+    def __get__(self, config: "BalancerConfig | None", owner: type) -> DispatchConfig:
         return DispatchConfig() if config is None else config.__dict__["dispatch"]  # on the class: the default
 
-    def __set__(self, config: BalancerConfig, value: str | DispatchConfig) -> None:
+    def __set__(self, config: "BalancerConfig", value: str | DispatchConfig) -> None:
         config.__dict__["dispatch"] = value if isinstance(value, DispatchConfig) else DispatchConfig(value)  # type: ignore[arg-type]
 
 
@@ -308,11 +290,9 @@ class BalancerConfig(_Settings):
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:
             yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
-        of_copies = ("copies_by", self), ("split_least_tokens", self.dispatch)
-        for name, config in () if self.replica_slots else of_copies:
-            if (value := getattr(config, name)) != config.__dataclass_fields__[name].default:
-                yield f"{name}={value!r} without replica slots: give replica_slots=1 or more"
-        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
+        if self.copies_by != BalancerConfig.copies_by and not self.replica_slots:
+            yield f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more"
+        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name != "deepep":
             yield f"sms={self.dispatch.sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"
 
     def _of_listening(self) -> Iterator[str]:

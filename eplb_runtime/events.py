@@ -4,8 +4,6 @@ Rooms emit events and wait for no listener: each is called on a thread of its ow
 along with an event, but only as far as the listeners: the log would keep them for too long.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import deque
@@ -50,7 +48,7 @@ class Event:
         told = [(own.name.replace("_", " "), getattr(self, own.name)) for own in fields(self)[1:]]
         return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in told if value != ())
 
-    def without_arrays(self) -> Event:
+    def without_arrays(self) -> "Event":
         """Return it as the log keeps it."""
         arrays: dict[str, Any] = {own.name: None for own in fields(self) if not own.compare}
         return replace(self, **arrays) if arrays else self
@@ -63,10 +61,9 @@ class LoadMeasured(Event):
     ``steps``: training steps that it covers. ``imbalance``: per row (a step, or a few of them) and layer, max/mean rank
     load under the placement that stood then, ``[T][L]``; in the log one row, the mean of them.
     ``step_seconds``: of a training step, measured and smoothed. ``moe_share``: share of a step in expert work;
-    ``moe_share_source`` says whether it was ``"measured"``, ``"given"`` or ``"assumed"``; None and empty: unknown.
-
-    For listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows
-    stood under, each with the row that it ends before.
+    ``moe_share_source`` says whether it was ``"measured"``, ``"given"`` or ``"assumed"``; None and empty: unknown. For
+    listeners: ``load``, int64 ``[T, L, E]``, tokens by logical expert; ``placements``, the placements that rows stood
+    under, each with the row that it ends before; ``home_bytes``, of the largest expert with its state.
     """
 
     steps: int
@@ -74,6 +71,7 @@ class LoadMeasured(Event):
     step_seconds: float = 0.0
     moe_share: float | None = None
     moe_share_source: str = ""
+    home_bytes: int = field(default=0, compare=False, repr=False)
     load: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     placements: tuple[tuple[int, Placement], ...] | None = field(default=None, compare=False, repr=False)
 
@@ -82,7 +80,7 @@ class LoadMeasured(Event):
         mean, worst = sum(by_layer) / len(by_layer), max(by_layer)
         return f"imbalance {mean:.3f}, worst layer {worst:.3f}, in {counted(self.steps, 'step')}"
 
-    def without_arrays(self) -> LoadMeasured:
+    def without_arrays(self) -> "LoadMeasured":
         rows = len(self.imbalance)
         mean = (tuple(sum(values) / rows for values in zip(*self.imbalance, strict=True)),) if rows else ()
         return replace(self, imbalance=mean, load=None, placements=None)

@@ -4,8 +4,6 @@ A ground-floor value type: numpy only, no torch.distributed. Every rule of a pla
 every ``Placement`` that exists is valid.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,7 +112,7 @@ class Placement:
             raise PlacementError(problem)
 
     @classmethod
-    def initial(cls, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int = 0) -> Placement:
+    def initial(cls, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int = 0) -> "Placement":
         """Experts in logical order over the ranks, replica slots empty: where every job starts.
 
         Args:
@@ -234,10 +232,10 @@ class Placement:
         """Who has the rows of homes, where those of each rank are divided over so many, or held by so many at once."""
         return HomeRows(self.slots_per_rank, self.homes_per_rank, parts, holders)
 
-    def with_epoch(self, epoch: int) -> Placement:
+    def with_epoch(self, epoch: int) -> "Placement":
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
 
-    def stepped(self, physical_to_logical: IntArray, home: IntArray, epoch: int) -> Placement:
+    def stepped(self, physical_to_logical: IntArray, home: IntArray, epoch: int) -> "Placement":
         """A placement on the way from this one to another, taken unchecked: only for steps that are valid by how they
         were made (a migration's rounds). The arrays, ``[L, P]`` and ``[L, E]``, are its own from now on.
         """
@@ -248,7 +246,7 @@ class Placement:
     def _set(self, *values: Any) -> None:
         self.__dict__.update(zip(Placement.__dataclass_fields__, values, strict=True))  # it is frozen for others
 
-    def without_replicas(self) -> Placement:
+    def without_replicas(self) -> "Placement":
         """The same homes, every replica slot empty (``home`` layout)."""
         self.require_homes()
         is_replica = np.arange(self.num_slots) % self.slots_per_rank >= self.homes_per_rank
@@ -288,7 +286,7 @@ class Placement:
         return placement_file.to_json({**numbers, **maps})
 
     @classmethod
-    def from_json(cls, text: str) -> Placement:
+    def from_json(cls, text: str) -> "Placement":
         """Read what ``to_json`` wrote: PlacementError, where it is something else."""
         return cls.from_fields(placement_file.from_json(text))
 
@@ -299,7 +297,7 @@ class Placement:
         write_file(Path(path), self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> Placement:
+    def load(cls, path: str | Path) -> "Placement":
         """Read a placement file.
 
         Raises:
@@ -312,7 +310,7 @@ class Placement:
             raise PlacementError(f"{path}: {said}") from None
 
     @classmethod
-    def from_fields(cls, fields: Any) -> Placement:
+    def from_fields(cls, fields: Any) -> "Placement":
         """Return the placement of a file's fields.
 
         Raises:

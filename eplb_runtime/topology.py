@@ -1,8 +1,6 @@
 """How ranks sit on nodes and how fast the links between them are. Measuring a live cluster is the balancer's business:
 here is the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -58,7 +56,7 @@ class Topology:
     @classmethod
     def from_launcher(
         cls, environ: Mapping[str, str], num_ranks: int, ep_groups: Sequence[Sequence[int]] | None = None
-    ) -> Topology:
+    ) -> "Topology":
         """Read the node size from torchrun's variables (``LOCAL_WORLD_SIZE``); one node if they say nothing usable.
 
         Args:

@@ -8,36 +8,42 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ..distributed.transports.base import Transport
 from ..events import EventLog
+from ..load.counter import HostCopy, aggregate, saved_load
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
 from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
-from .exports import EXPORT_SECONDS, OpenStream, OptimizerHooks, TensorStream, WeightExport
 from .gradients.reduction import Gradients
-from .loop_state import LoopState
-from .phases import Phases, measured_load, restore
+from .loop_state import LoopState, OpenStream, TensorStream
+from .phases import Phases, restore
 from .rebalancer import Rebalancer, use_device
 from .runtime import ModelTensors, Runtime
 from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
+T = TypeVar("T")
+U = TypeVar("U")
+C = TypeVar("C", bound=type)
+EXPORT_SECONDS = 120.0
+"""Ranks wait so long for each other between buckets of an export, if the balancer's timeout is no longer."""
 
 
 def _end_threads(of: weakref.ref[Balancer]) -> None:
@@ -51,10 +57,15 @@ def _end_threads(of: weakref.ref[Balancer]) -> None:
         balancer.runtime.groups.store.close()
 
 
-T = TypeVar("T")
-U = TypeVar("U")
+def _outside_graphs(methods_of: C) -> C:
+    """Keep the public methods of a class out of graphs of torch.compile."""
+    for name, method in [*vars(methods_of).items()]:
+        if callable(method) and not name.startswith("_"):
+            setattr(methods_of, name, torch.compiler.disable(method))
+    return methods_of
 
 
+@_outside_graphs
 class Balancer:
     """Keeps the experts of one model balanced; made by ``attach``, which also hooks it into the optimizer.
 
@@ -71,11 +82,10 @@ class Balancer:
         self,
         runtime: Runtime,
         transport: Transport,
-        hook_optimizers: Callable[[Balancer], OptimizerHooks],
-        export_with: Callable[[Balancer], WeightExport],
+        hook_optimizers: Callable[[Balancer], Any],
+        export_with: Callable[[Balancer], Any],
     ) -> None:
-        config = runtime.config
-        self.config = config
+        self.config = config = runtime.config
         self.topology = runtime.topology
         self.layer_of_parameter = dict(runtime.layer_of_parameter)
         self.events = EventLog(begin=partial(use_device, runtime.device))
@@ -99,13 +109,8 @@ class Balancer:
         self._export = export_with(self)
         self._phases = Phases(runtime, self.rebalancer, self.events, self.loop)
         self.closing = ExitStack()
-        for end in (
-            runtime.groups.close_balancing,
-            self.guard.end,
-            self.close_listeners,
-            self.rebalancer.close,
-            self._phases.end,
-        ):
+        listeners, rebalancer = self.close_listeners, self.rebalancer.close
+        for end in (runtime.groups.close_balancing, self.guard.end, listeners, rebalancer, self._phases.end):
             self.closing.callback(end)
         self.optimizer_hooks = hook_optimizers(self)
 
@@ -157,7 +162,6 @@ class Balancer:
         Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
         self.tensors.register_all(name, tensors, moves)
 
-    @torch.compiler.disable
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over another element-wise optimizer of the attached model's parameters, as ``attach`` does. Collective,
         between steps. Each steps once in a training step; what it holds outside the model is taken for a part of it
@@ -179,47 +183,22 @@ class Balancer:
 
     # -- a training step -----------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     def declare(self, load: ArrayLike | Tensor) -> None:
         """Declare the coming load in tokens of all L MoE layers and E experts: ``[L, E]``, ``[T, L, E]`` of T
         micro-batches, or whole numbers ``[N, L, K]``, K < E, the experts of N tokens (-1: padding); or a list of
         these, one or more micro-batches each. The next decision plans for it instead of a forecast, and only that one.
         Ranks' declarations are added up, and only proportions matter. Not collective: all that counts is declared
         before the same step. Another call replaces it.
-        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, closed, or after `plan_ahead`)."""
+        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, or closed)."""
         if self.closed or self.config.policy == "static":
             why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
-        if self.rebalancer.has_planned_ahead:
-            raise RuntimeError("declare() after plan_ahead(), which has planned already: call declare() first")
         sizes = self.placement.num_layers, self.placement.num_experts
         self.rebalancer.declared = checked_declaration(load, *sizes)
 
-    @torch.compiler.disable
-    def plan_ahead(self) -> None:
-        """Begin the decision that the next `rebalance()` acts on, on a thread, and return at once. It takes what was
-        declared and counted so far. Collective, between steps, with ``interval=None``; also while suspended, when
-        nothing moves.
-        Raises RuntimeError: decisions are periodic or static, one was begun already, a rank did not come; or as
-        `rebalance`."""
-        self._enter("plan_ahead()")
-        if self.config.interval is not None or self.config.policy == "static":
-            why = "policy='static' never moves experts"
-            if self.config.policy != "static":
-                why = f"with interval={self.config.interval} decisions are made during training: set interval=None"
-            raise RuntimeError(f"plan_ahead() has no effect: {why}")
-        if self.rebalancer.has_planned_ahead:
-            raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
-        self.runtime.barrier("plan_ahead()")  # as in rebalance()
-        if not self.loop.has_optimizer:
-            self.runtime.counter.advance()
-        self.rebalancer.plan_ahead(self.loop.suspended)
-
-    @torch.compiler.disable
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; periodic decisions go on.
-        Collective, between steps; it waits for the plan, or for what is left of it after `plan_ahead`. Returns whether
-        experts moved.
+        Collective, between steps; it waits for the plan. Returns whether experts moved.
         Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
         """
         self._enter("rebalance()")
@@ -227,24 +206,17 @@ class Balancer:
         self.runtime.barrier("rebalance()")
         if not self.loop.has_optimizer:
             self.runtime.counter.advance()  # without an optimizer nothing else closes what was counted
-        moved = self.rebalancer.rebalance_now()
-        if moved:
-            self._after_move()
-        return moved
+        return self.rebalancer.rebalance_now()
 
-    @torch.compiler.disable
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last. They are added
         up in float32 and travel once, with the first backward outside. Those of experts that ``fully_shard`` slices
         wait for `reduce_gradients`, inside or outside."""
-        if self.runtime.maps.replicas is None:
-            yield
-            return
-        with self.runtime.maps.replicas.defer():
+        replicas = self.runtime.maps.replicas
+        with nullcontext() if replicas is None else replicas.defer():
             yield
 
-    @torch.compiler.disable
     def reduce_gradients(self) -> None:
         """Average gradients over ranks as the config says; hooked to run before the optimizer's step. Those of
         replicas have reached their homes by then, summed in float32 in the order of slots; what ``no_sync`` held back
@@ -255,16 +227,12 @@ class Balancer:
         self.optimizer_hooks.follow()
         self.gradients.reduce()
 
-    @torch.compiler.disable
-    def clip_grad_norm_(
-        self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
-    ) -> Tensor:
-        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
+    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None) -> Tensor:
+        """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
         Collective. ``parameters``: clip these alone, by their own norm over all experts of those that have experts (a
-        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``. Returns the norm before, a
-        scalar, equal on every rank.
-        Raises ValueError: one of them is no parameter of the model; RuntimeError: the framework's own optimizer clips.
-        """
+        layer, say); the same on every rank. Returns the norm before, a scalar, equal on every rank.
+        Raises ValueError: one of them is no parameter of the model, or they are some of a layer's experts alone;
+        RuntimeError: the framework's own optimizer clips."""
         if self.tensors.host_steps:
             raise RuntimeError(
                 "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
@@ -272,9 +240,8 @@ class Balancer:
             )
         with phase("clip"):
             self.optimizer_hooks.follow()
-            return self.gradients.clip(max_norm, parameters, norm_type)
+            return self.gradients.clip(max_norm, parameters)
 
-    @torch.compiler.disable
     def step(self) -> None:
         """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
 
@@ -297,7 +264,6 @@ class Balancer:
 
     # -- phases --------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     @contextmanager
     def quiesce(self) -> Iterator[None]:
         """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
@@ -309,7 +275,6 @@ class Balancer:
         finally:
             self.rebalancer.quiesced -= 1
 
-    @torch.compiler.disable
     def suspend(self) -> int:
         """Begin a rollout: free what the balancer keeps outside the model (staging memory, replicas), and decide and
         move nothing until `resume`. Collective, between steps; a migration in flight ends first. Returns the bytes
@@ -320,20 +285,15 @@ class Balancer:
         self._enter("suspend()")
         return self._phases.suspend()
 
-    @torch.compiler.disable
     def resume(self) -> None:
         """End a rollout: take the memory of replicas again, after weights, gradients and optimizer state are loaded.
         Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
         experts their memory back. Memory to stage experts is taken when they move.
         Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
         then."""
-        if self.closed and self._phases.resume_after_end():
-            return
         self.loop.require("resume()")
-        if self._phases.resume():
-            self.rebalancer.refresh_replicas()
+        self._phases.resume()
 
-    @torch.compiler.disable
     def weights_changed(self) -> None:
         """Refresh replicas after weights of experts were written in place between steps (clamped, swapped for an
         evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself;
@@ -347,7 +307,6 @@ class Balancer:
 
     # -- weights and state that leave or come --------------------------------------------------------------------------
 
-    @torch.compiler.disable
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
         """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
@@ -360,7 +319,6 @@ class Balancer:
         homes_LRH = self.placement.homes_over(len(self.runtime.job.row_ranks))
         return in_logical_order(rows, homes_LRH[layer], self.runtime.groups, device)
 
-    @torch.compiler.disable
     def named_logical_tensors(
         self,
         *,
@@ -381,7 +339,6 @@ class Balancer:
         self._stream.stream = weakref.ref(stream)
         return stream
 
-    @torch.compiler.disable
     def verify_export(
         self,
         tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor] | Callable[[], object],
@@ -396,7 +353,6 @@ class Balancer:
         Raises ExportError, on all ranks: which differ or are missing; or another name or shape."""
         return self._export.verify(tensors, dtype, self.begin_export("verify_export()", timeout_seconds))
 
-    @torch.compiler.disable
     @contextmanager
     def logical_order(self, *, timeout_seconds: float | None = None) -> Iterator[None]:
         """Bring every expert to its initial rank and row, and back at the end, also if the body raises: inside, a walk
@@ -424,34 +380,37 @@ class Balancer:
                         raise
                     logger.error("%s; experts are in placement epoch %d", error, self.placement.epoch)
 
-    @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
-        """Step, placement, measured load and how far predictions came true, for a later run. Collective; JSON-able,
-        equal on all ranks."""
+        """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
         state = {"step": self.rebalancer.step, "placement": self.placement.to_json()}
         if self.closed:
             return state
         # Without a barrier, this rank's sum would mix with comparisons in the other ranks' steps.
         self.runtime.barrier("balancer.state_dict()")
-        state["load"] = measured_load(self.runtime, self.rebalancer)  # waits for the decision in flight
-        return {**state, "track_record": self.rebalancer.decisions.saved_track_record}
+        self.rebalancer.wait_for_decision()
 
-    @torch.compiler.disable
+        def summed(load: Tensor) -> NDArray[np.int64]:
+            total: NDArray[np.int64] = self.rebalancer.run(lambda group, _: aggregate(HostCopy(load), group))[0].numpy()
+            return total
+
+        return {**state, "load": saved_load(self.rebalancer.decisions.history, self.runtime.counter, summed)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
         another EP size or other replica slots experts stay where they are until the next decision.
         Raises PlacementError: it is for another model; RuntimeError: ranks have different states, the migration was
         dropped (the placement stays); or as `rebalance`."""
         self._enter("load_state_dict()")
-        restore(state, self.runtime, self.rebalancer, lambda: self.runtime.barrier("load_state_dict()"))
-        self._after_move()
+        restore(state, self.runtime, self.rebalancer)
 
-    @torch.compiler.disable
     def close(self) -> None:
         """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
-        more, since they are not refreshed. In a process that was forked from a rank it does nothing."""
+        more. In a process that was forked from a rank it does nothing.
+        Raises RuntimeError, with replicas: a rank did not come. It stays open then, as the others are."""
         if self.closed or self.in_a_child:
             return
+        if self.runtime.maps.replicas is not None and sys.exc_info()[0] is None:
+            self.runtime.barrier("close()")
         self._stream.end("close()")
         self.loop.closed = True
         self.closing.close()
@@ -479,7 +438,6 @@ class Balancer:
         """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
         with them, unless one is in flight. Collective."""
         self.rebalancer.place(target)
-        self._after_move()
 
     def begin_export(self, what: str, timeout_seconds: float | None) -> float:
         """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
@@ -506,13 +464,11 @@ class Balancer:
             )
         runtime, channels = self.runtime, self.runtime.channels
         if channels.second is None:
-            if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, runtime.model_check.is_sharded):
+            if why := choosing.micro_batch_overlap_problem(self.config, runtime.device, self.tensors.is_sharded):
                 raise RuntimeError(f"two batches at once on a device: {why}; or run one batch after the other")
             second, replicas = MicroBatchChannel(*runtime.groups.second_channel), runtime.maps.replicas
-            if replicas is None or runtime.device.type == "cpu":
-                channels.open(second)
-            else:  # both streams wait for what the caller's has waited for
-                channels.open(second, replicas.wait_all)
+            # both streams wait for what the caller's has waited for
+            channels.open(second, *(() if replicas is None or runtime.device.type == "cpu" else (replicas.wait_all,)))
         return channels
 
     def _enter(self, what: str) -> None:
@@ -526,26 +482,15 @@ class Balancer:
             return
         progress = self.rebalancer.migrate_to(target)
         self._stream.end("the end of logical_order()")
-        self._after_move()
         if progress.failed_phase is not None:
-            why = f"({progress.failed_phase.value}): {progress.cause}"
-            raise RuntimeError(f"experts could not be moved into logical order or back {why}")
+            raise RuntimeError(f"experts did not move: {progress.cause}; wanted: {what}")
         logger.info("%s: %d experts moved", what, progress.moved_experts)
-
-    def _after_move(self) -> None:
-        """Follow a change of the placement, and bring replicas the weights of their homes."""
-        self.loop.on_moved()
-        self.rebalancer.refresh_replicas()
 
 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for an attached model; use it in the same way. A step is skipped on every rank or on
     none: each looks at the gradients of its own experts, so an overflow may show on one rank alone. Gradients that
-    replicas hold back are reduced before they are unscaled.
-
-    Args:
-        balancer: the one that ``attach`` gave.
-        options: of torch's: ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``.
+    replicas hold back are reduced before they are unscaled. ``options``: torch's, as ``init_scale`` and ``enabled``.
     """
 
     def __init__(self, balancer: Balancer, **options: Any) -> None:

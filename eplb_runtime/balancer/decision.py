@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,8 +44,6 @@ SOURCE_MEMORY = 0.5
 
 PLANNING = 0.5
 """Of the timeout, that other ranks wait for a plan."""
-SAID_BELOW = 0.8
-"""A decision's reason says how much of predicted gains is believed, where it is less than this."""
 _TRIES = 4  # plans that are asked for until one fits the longest pause; the last one does for certain
 
 
@@ -53,14 +52,12 @@ class Decision:
     """A decision, the same on all ranks. ``target`` is None when nothing is to move or the decision failed.
 
     Args:
-        digest: of what rank 0 sent, to compare; zeros: nothing usable arrived on this rank.
         failure: reason for which there is no plan; empty: there is one.
         planned: the event of the plan, as rank 0 sent it; its step is 0.
         measured: the event of the load that the decision started from; None: it failed before.
         finding: a mistake that the guard has found; empty: none.
     """
 
-    digest: bytes = bytes(16)
     failure: str = ""
     planned: RebalancePlanned | None = None
     target: Placement | None = None
@@ -108,15 +105,12 @@ class PlanMaker:
     Attributes:
         history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
             save it, though only the planner plans from it.
-        saved_track_record: what came true of earlier plans, as rank 0 sent it with its last plan.
         share: of a step in expert work, equal on every rank.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._config = runtime.config
-        self._topology = runtime.topology
-        self._steps_per_bucket = runtime.counter.steps_per_bucket
-        self._last_gap = 1
+        self._config, self._topology, self._job = runtime.config, runtime.topology, runtime.job
+        self._steps_per_bucket, self._last_gap = runtime.counter.steps_per_bucket, 1
         rows = self._config.window_rows(self._steps_per_bucket)
         self.history: deque[NDArray[np.int64]] = deque(maxlen=rows)
         self.share = ExpertShare.before_measuring(self._config.migration.moe_share)
@@ -124,30 +118,10 @@ class PlanMaker:
         horizon, interval = self._config.horizon, self._config.interval
         decisions = 1 if horizon is None else JUDGED if interval is None else -(-horizon // interval)
         self._track_record = TrackRecord(decisions, self._config.speed_R)  # a plan promises its gain for so many
-        self.saved_track_record: list[list[float]] = []
-        self._job = runtime.job
-        self._is_planner = self._job.is_planner
-        self._planner_rank = self._job.ranks[0]
         self.process: PlannerProcess | None = None
-        if self._is_planner and self._config.policy != "static":
+        if self._job.is_planner and self._config.policy != "static":
             self.process = PlannerProcess(self._config.timeout_seconds * PLANNING)
         self.planner: Callable[..., Plan] = plan if self.process is None else self.process.plan
-        self._record: Callable[[NDArray[np.int64], int, int, float], None] | None = None
-
-    def record_with(self, write: Callable[[NDArray[np.int64], int, int, float], None]) -> None:
-        """Call a function with the load of all ranks since the last decision, ``[T, L, E]``, the training steps of a
-        row, the bytes of this rank's largest expert with its state, and seconds of a step in expert work, 0: not
-        measured."""
-        self._record = write
-
-    def resume_track_record(self, rows: Any) -> None:
-        """Judge further predictions, with saved ones.
-
-        Raises:
-            ValueError: as `TrackRecord.resume`.
-        """
-        self._track_record.resume(rows)
-        self.saved_track_record = self._track_record.saved()
 
     def close(self) -> None:
         """Make no more plans, and end one that is being made."""
@@ -166,9 +140,6 @@ class PlanMaker:
         total: NDArray[np.int64] = summed_up.numpy()
         if total.any():
             self.history.extend(total)
-            if self._record is not None:
-                seconds = self.share.value * measurement.step_seconds if self.share.source == "measured" else 0.0
-                self._record(total, self._steps_per_bucket or measurement.steps, measurement.home_bytes, seconds)
             if sources is not None:
                 self._sources = sources + (0.0 if self._sources is None else SOURCE_MEMORY * self._sources)
         return total
@@ -176,26 +147,24 @@ class PlanMaker:
     def measured(self, total: NDArray[np.int64], measurement: Measurement) -> tuple[Measurement, LoadMeasured | None]:
         """Return the measurement with the share of a step that expert work takes with even load, and the event of this
         load; None: no step has ended."""
-        rows, first, imbalance = total.astype(np.float64), 0, None
-        if len(total):  # each under the placement of its time
-            by_placement = []
-            for end, placement in measurement.placements:
-                by_placement += [predicted_imbalance(row, placement, self._config.speed_R) for row in rows[first:end]]
-                first = end
-            imbalance = np.stack(by_placement)
-        mean = 1.0 if imbalance is None else float(imbalance.mean())
+        rows, first, imbalance = total.astype(np.float64), 0, list[NDArray[np.float64]]()
+        for end, placement in measurement.placements:  # each row under that of its time
+            imbalance += [predicted_imbalance(row, placement, self._config.speed_R) for row in rows[first:end]]
+            first = end
+        mean = float(np.mean(imbalance)) if imbalance else 1.0
         if not self.share.at:
             self.share = self.share.measured_at(mean)
         measurement = replace(measurement, even_share=self.share.even(mean))
-        if imbalance is None:
+        if not imbalance:
             return measurement, None
         event = LoadMeasured(
             0,
             self.steps_of(total, measurement),
-            tuple(tuple(bucket) for bucket in imbalance.tolist()),
+            tuple(tuple(row_L.tolist()) for row_L in imbalance),
             measurement.step_seconds,
             self.share.value,
             self.share.source,
+            home_bytes=measurement.home_bytes,
             load=total,
             placements=measurement.placements,
         )
@@ -225,7 +194,7 @@ class PlanMaker:
         made, cost = self._make_plan(load, measurement), self._cost(measurement)
         seconds = cost.horizon_steps * cost.moe_share * cost.step_seconds
         judged = {**self._track_record.judgement(seconds), "horizon_steps": cost.horizon_steps}
-        message = _as_message(made, measurement.placement, judged, self._track_record.saved())
+        message = _as_message(made, measurement.placement, judged)
         # What is declared is the next load alone: no later one says whether the plan was good.
         if made.decision == "rebalance" and measurement.declared is None:
             self._track_record.note(made)
@@ -233,7 +202,7 @@ class PlanMaker:
 
     def _make_plan(self, load: NDArray[Any], measurement: Measurement) -> Plan:
         """Ask the planner; with a longest pause, again under fewer bytes until the busiest link is through in time."""
-        trust, cost, most = self._track_record.trust, self._cost(measurement), None
+        cost, most = self._cost(measurement), None
         slots, longest = measurement.placement.slots_per_rank, self._config.migration.max_pause_seconds
         began = time.monotonic()
         for left in reversed(range(_TRIES)):
@@ -251,7 +220,7 @@ class PlanMaker:
                 declared=measurement.declared,
                 rank_speed=self._config.rank_speed,
                 sources=self._sources,
-                trust=trust,
+                trust=self._track_record.trust,
             )
             seconds = cost.transfer_seconds(made.moves, self._topology, slots)
             if longest is None or seconds <= longest:
@@ -261,8 +230,6 @@ class PlanMaker:
                 raise PlannerLost("no plan that fits max_pause_seconds was found in time")
             # The last one fits as if one link carried all.
             most = int(moved * longest / seconds if left > 1 else longest * self._topology.slowest_bandwidth)
-        if trust < SAID_BELOW and self._config.gate == "payoff":
-            made = replace(made, reason=f"{made.reason} (counting {trust:.0%} of predicted gains: as much came true)")
         if not measurement.step_seconds:  # no step is timed yet, as at the first decision of a resumed job
             made = replace(made, seconds_saved=np.nan)
         return made
@@ -293,30 +260,11 @@ class PlanMaker:
 
     def broadcast(self, make: Callable[[], bytes], group: dist.ProcessGroup) -> bytearray:
         """Return what rank 0 makes, or why it cannot, on every rank. Collective."""
-        message = _or_failure(make) if self._is_planner else b""
-        size = torch.tensor([len(message)])
-        dist.broadcast(size, src=self._planner_rank, group=group)
-        buffer = bytearray(message) if self._is_planner else bytearray(int(size.item()))
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._planner_rank, group=group)
+        buffer = bytearray(_or_failure(make) if self._job.is_planner else b"")
+        dist.broadcast(size := torch.tensor([len(buffer)]), src=self._job.ranks[0], group=group)
+        buffer = buffer or bytearray(int(size.item()))
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._job.ranks[0], group=group)
         return buffer
-
-    def read(self, message: bytearray, current: Placement) -> Decision:
-        """Return the decision that rank 0 has sent, and take its track record; its digest is zeros where it is none."""
-        try:
-            fields = json.loads(message)
-            if failure := fields.get("failure", ""):
-                return Decision(b"f" * 16, failure)
-            planned = RebalancePlanned(0, **fields["planned"])
-            if planned.by_layer is not None:
-                planned = replace(planned, by_layer=np.array(planned.by_layer, dtype=np.float64))
-            target = None if fields["placement"] is None else Placement.from_json(fields["placement"])
-            if target is not None:
-                target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.warning("the plan that arrived on this rank is not usable: %s", error)
-            return Decision()
-        self.saved_track_record = fields["track_record"]
-        return Decision(b"s" * 16 if target is None else bytes.fromhex(target.digest()), "", planned, target)
 
 
 def decide(
@@ -328,15 +276,8 @@ def decide(
     group: dist.ProcessGroup,
     agreement: Agreement,
 ) -> Decision:
-    """Make a decision. Collective over a control group.
-
-    Args:
-        agreement: on the same group.
-        key: names this decision; new for each. A rank whose wait times out records that under it.
-
-    Raises:
-        ConnectionLost: a rank did not arrive in time.
-    """
+    """Make a decision. Collective over a control group; ConnectionLost: a rank did not arrive in time. ``key`` names
+    this decision and is new for each: a rank whose wait times out records that under it."""
     epoch = measurement.placement.epoch
     probe(Phase.DECIDING, key)
     with phase("decision: add up load", epoch=epoch):
@@ -361,11 +302,11 @@ def decide(
     sent = Decision()
     try:
         probe(Phase.PLANNED, message)
-        sent = maker.read(message, measurement.placement)
+        sent = _read(message, measurement.placement)
     except Exception as error:
         problem = _failed_here(error)
     with phase("decision: agree", epoch=epoch):
-        verdict = agreement.check_equal(sent.digest, "plan", problem)
+        verdict = agreement.check_equal(xxhash.xxh3_128_digest(message), "plan", problem)
         if verdict.commit:
             probe(Phase.VOTED, verdict)
             verdict = agreement.record(key, verdict)
@@ -394,9 +335,21 @@ def _or_failure(work: Callable[[], bytes]) -> bytes:
     return json.dumps({"failure": why}).encode()
 
 
-def _as_message(
-    made: Plan, current: Placement, judged: Mapping[str, Any], track_record: Sequence[Sequence[float]]
-) -> bytes:
+def _read(message: bytearray, current: Placement) -> Decision:
+    """Return the decision that rank 0 has sent."""
+    fields = json.loads(message)
+    if failure := fields.get("failure", ""):
+        return Decision(failure)
+    planned = RebalancePlanned(0, **fields["planned"])
+    if planned.by_layer is not None:
+        planned = replace(planned, by_layer=np.array(planned.by_layer, dtype=np.float64))
+    target = None if fields["placement"] is None else Placement.from_json(fields["placement"])
+    if target is not None:
+        target.require_model(current.num_layers, current.num_experts, current.num_ranks, current.replica_slots)
+    return Decision("", planned, target)
+
+
+def _as_message(made: Plan, current: Placement, judged: Mapping[str, Any]) -> bytes:
     """Return the plan as bytes, with what became of earlier ones."""
     target, before = made.placement.with_epoch(current.epoch + 1), made.imbalance_before
     planned = {
@@ -415,4 +368,4 @@ def _as_message(
         **judged,
     }
     placement = target.to_json() if made.decision == "rebalance" else None
-    return json.dumps({"planned": planned, "placement": placement, "track_record": track_record}).encode()
+    return json.dumps({"planned": planned, "placement": placement}).encode()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +48,6 @@ FACTS = (
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""
 _SKIPS = "let every rank make each step (eplb.GradScaler(balancer), not torch's; as many batches; nothing stuck)"
-_POLL_SECONDS = 0.02
 _TEXTS = 4
 """Facts ahead of those about tensors."""
 _ELEMENTS = 1024
@@ -97,19 +94,17 @@ class Guard(LoopHooks):
 
     Attributes:
         complete_steps: that are sampled completely, after `begin`.
-        said: all findings and notices so far, in their order, each once.
+        said: all findings so far, in their order, each once.
     """
 
     def __init__(self, runtime: Runtime, loop: LoopState, events: EventLog, run: Callable[..., str]) -> None:
         self._runtime, self._groups, self._mode = runtime, runtime.groups, runtime.config.guard
         self._experts = runtime.parameters
         self._tensors, self._loop, self._events, self._run = loop.tensors, loop, events, run
-        self._comparisons = 0
         self._snapshots: list[Snapshot] = []
         self._skipped: set[int] = set()
         self._steps, self.complete_steps = 0, FIRST_STEPS
-        self._forwards: list[tuple[int, int]] = [(0, 0)] * len(runtime.layers)
-        self._not_counted: set[str] = set()
+        self._forwards = 0, 0
         self._late_problem = ""
         self._is_uncounted = False
         self.said: list[str] = []
@@ -132,30 +127,15 @@ class Guard(LoopHooks):
         if self._mode == "off" or not self._tensors.optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
-        if names := [name for name in self._runtime.model_check.experts if name in self._not_counted]:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.report(
-                "call train() on the whole model (frozen parameters stay frozen): MoE layers in evaluation mode, while "
-                f"others train, have no load to place experts by: {names[0]}{more}",
-                is_notice=True,
-            )
         return self.take("weights", problem)
 
     def uncounted(self) -> str:
         """Say why no token of a step that is over was counted; empty: some were, or none need be. A rank may have no
         token in a step, or padding alone, and evaluate between steps; forwards for gradients in evaluation mode alone
         are a mistake."""
-        if self._mode == "off":
-            return ""
-        before, self._forwards = self._forwards, [(one.calls, one.uncounted) for one in self._runtime.layers]
-        ran = [(now[0] - then[0], now[1] - then[1]) for now, then in zip(self._forwards, before, strict=True)]
-        job, names = self._groups.job, self._runtime.model_check.experts
-        idle = [name for name, (calls, uncounted) in zip(names, ran, strict=True) if calls and calls == uncounted]
-        if not idle or len(idle) < sum(bool(calls) for calls, _ in ran):
-            if job.rank == job.ep_sets_of(job.stages)[0][0]:  # one of those that hold these layers says it
-                self._not_counted.update(idle)
-            return ""
-        if self._is_uncounted:
+        (calls, counted), layers = self._forwards, self._runtime.layers
+        self._forwards = sum(one.calls for one in layers), sum(one.calls - one.uncounted for one in layers)
+        if self._forwards[0] == calls or self._forwards[1] > counted or self._is_uncounted:
             return ""
         self._is_uncounted = True  # said once
         return (
@@ -210,20 +190,20 @@ class Guard(LoopHooks):
                 if odd and kind >= _TEXTS:
                     name, odd = _first_odd(sample.sums()[kind - _TEXTS], here, group)
                     what = f"{sample.what} of {name}"
-                    averaged = self._runtime.averages_dense or self._runtime.model_check.seen_in_ddp
+                    averaged = self._runtime.config.dense_gradients == "allreduce" or self._tensors.seen_in_ddp
                     mend = mend or (_BY_WRITING[sample.what] if averaged else _BY_AVERAGING)
                 if odd:
                     listed = ", ".join(map(str, odd[:MOST_NAMED]))
                     return f"{mend}: the {what} on rank {listed} differ from rank {here[0]}'s"
         return ""
 
-    def report(self, finding: str, *, is_notice: bool = False) -> None:
-        """Raise or warn of a finding as the mode says; a notice is only logged. Each line is said once."""
+    def report(self, finding: str) -> None:
+        """Raise or warn of a finding as the mode says. Each line is said once."""
         if not finding or finding in self.said or self._mode == "off":
             return
         self.said.append(finding)
         self._events.emit(GuardFinding(self._loop.step, finding))
-        if not is_notice and (self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS)):
+        if self._mode == "raise" or (self._mode == "auto" and self._steps < FIRST_STEPS):
             raise GuardError(finding)
         logger.warning("%s", finding)
 
@@ -233,7 +213,7 @@ class Guard(LoopHooks):
         """Check that the model is as it was attached."""
         # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
         if trains or (self._runtime.maps.replicas is not None and not self._runtime.channels.busy):
-            self._runtime.model_check.check(thoroughly=trains and self.is_new)
+            self._tensors.check(thoroughly=trains and self.is_new)
 
     def before_reduce(self) -> None:
         """Compare ahead of the first collective that a rank without a step would never reach."""
@@ -242,7 +222,7 @@ class Guard(LoopHooks):
 
     def before_step(self) -> None:
         """Compare reduced gradients over ranks."""
-        self._runtime.model_check.keep_slices()
+        self._tensors.keep_slices()
         if self.is_new:
             self._compare(self.take("gradients"), "the end of the reduction of gradients")
             both = _whole({**self._runtime.parameters, **self._tensors.dense})
@@ -267,26 +247,19 @@ class Guard(LoopHooks):
             self._skipped.clear()
 
     def on_moved(self) -> None:
-        self._runtime.model_check.keep_slices()
+        self._tensors.keep_slices()
 
     def _compare(self, sample: Sample, where: str) -> None:
         """Compare over the job; raise or warn. Collective."""
-        self._comparisons += 1
-        groups, name = self._runtime.groups, f"guard/{self._comparisons}"
-        deadline = time.monotonic() + groups.timeout_seconds
+        finding, all_came = "", False
         try:
-            groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
+            self._runtime.barrier(where)
+            all_came = True
             finding = self._run(lambda group, _: self.compare(sample, group))
         except RuntimeError as error:
-            missing = list(groups.job.ranks)
-            with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
-                while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
-                    if time.monotonic() > deadline:
-                        who = ", ".join(map(str, missing[:MOST_NAMED]))
-                        limit = f"within {groups.timeout_seconds:g} s, which is collective"
-                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
-                    time.sleep(_POLL_SECONDS)
-            return logger.info("the ranks could not compare their facts at %s: %s", where, error)
+            if not all_came and not isinstance(error, StoreError):  # a silent store says nothing of ranks
+                finding = f"{_SKIPS}: {error}"
+            logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self.report(finding)
 
 
@@ -332,10 +305,7 @@ def snapshots(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> li
 
 def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipped: Collection[int]) -> str:
     """Name a parameter that a step has left as it was, though it has a gradient and is listed; empty: none.
-
-    Args:
-        skipped: ids of parameters whose optimizer all ranks have skipped.
-    """
+    ``skipped``: ids of parameters whose optimizer all ranks have skipped."""
     for name, p, elements, versions in before:
         is_as_before = _versions(p, optimizers) == versions and torch.equal(_elements(p), elements)
         gradient = p.grad if p.grad is not None and p.grad.layout is torch.strided else None

@@ -3,13 +3,16 @@ part in its steps."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from threading import RLock, get_ident
 
 import torch
+from torch import Tensor
 
+from ..utils.text import one_line
 from .runtime import ModelTensors
 
 
@@ -39,11 +42,10 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "optimizer.step()": (Wrong.SUSPENDED,),
     STEP_ENDS: (Wrong.IN_SCHEDULE, Wrong.SUSPENDED),
     "rebalance()": (Wrong.SUSPENDED, *_MOVES),
-    "plan_ahead()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_LOGICAL_ORDER),
     "load_state_dict()": (Wrong.SUSPENDED, *_MOVES),
     "logical_order()": (Wrong.SUSPENDED, *_MOVES),
     "suspend()": _MOVES,
-    "resume()": (Wrong.CLOSED,),
+    "resume()": (),
     "at_once()": (Wrong.CLOSED,),
     "gather_experts()": (Wrong.IN_SCHEDULE,),
 }
@@ -77,6 +79,42 @@ class LoopHooks:
 
     def on_moved(self) -> None:
         """Experts have moved, between steps."""
+
+
+class TensorStream(Iterator[tuple[str, Tensor]]):
+    """Named tensors one after another, of which all ranks take all; as a context it ends with its block. ``experts``:
+    MoE layer (of ``num_experts``) and logical expert of each tensor of experts, by name; None: all, stacked."""
+
+    experts: Mapping[str, tuple[int, int | None]]
+    num_experts: int
+
+    def close(self, reason: str = "") -> None:
+        """Stop on this rank, without waiting for the others, which learn it at their next bucket. ``reason``: for the
+        other ranks, in a line; a loop here that goes on with the stream raises it, and does not only end."""
+        raise NotImplementedError
+
+    def __enter__(self) -> TensorStream:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close("" if error is None else f"its consumer failed: {one_line(error, with_type=True)}")
+
+
+class OpenStream(LoopHooks):
+    """The stream of weights that is open on this rank; it ends when the rank goes on to something else."""
+
+    stream: weakref.ref[TensorStream] | None = None
+
+    def end(self, what: str) -> None:
+        stream, self.stream = self.stream() if self.stream is not None else None, None
+        if stream is not None:
+            stream.close(f"it called {what} while its stream of weights was open")
+
+    def before_reduce(self) -> None:
+        self.end("optimizer.step()")
+
+    def on_step_end(self) -> None:
+        self.end("the end of a training step")
 
 
 class LoopState:

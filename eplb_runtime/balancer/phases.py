@@ -17,7 +17,7 @@ import xxhash
 
 from ..distributed.consensus import barrier
 from ..events import EventLog, Suspended, SuspensionEnded
-from ..load.counter import HostCopy, aggregate, resume_load, saved_load
+from ..load.counter import resume_load
 from ..placement import Placement, PlacementError
 from ..utils.text import one_line
 from .loop_state import LoopState
@@ -26,27 +26,19 @@ from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
-UNUSABLE = bytes(16)
-"""Digest of a rank that was given nothing usable."""
-
 
 class Phases:
     """Suspends and resumes one balancer. Both are collective over the job, between steps."""
 
     def __init__(self, runtime: Runtime, rebalancer: Rebalancer, events: EventLog, loop: LoopState) -> None:
-        self._runtime = runtime
-        self._rebalancer = rebalancer
-        self._memory = loop.tensors.memory
-        self._events = events
-        self._loop = loop
+        self._runtime, self._rebalancer, self._events, self._loop = runtime, rebalancer, events, loop
+        self._replicas, self._memory = runtime.maps.replicas, loop.tensors.memory
         self._since = 0.0
 
     def suspend(self) -> int:
         """`Balancer.suspend`."""
-        replicas = self._runtime.maps.replicas
-        freed = self._memory.why_freed() if replicas is not None and not self._loop.suspended else ""
-        if said := self._agreed("suspend()", f"{freed}, and free it after suspend() alone" if freed else ""):
-            raise RuntimeError(f"suspend(): {said}")
+        freed = self._memory.why_freed() if self._replicas is not None and not self._loop.suspended else ""
+        self._meet("suspend()", freed and f"{freed}, and free it after suspend() alone")
         if self._loop.suspended:
             return 0
         if self._rebalancer.commit_in_flight():
@@ -54,32 +46,32 @@ class Phases:
         self._runtime.registry.note_state_here()
         self._loop.suspended, self._since = True, time.perf_counter()
         nbytes = self._rebalancer.free_memory()
-        if replicas is not None:
+        if self._replicas is not None:
             try:
-                nbytes += replicas.free()
+                nbytes += self._replicas.free()
             except RuntimeError as error:  # homes that lie before them are cloned first
                 logger.warning("suspended, but replicas keep some of their memory: %s", one_line(error))
         self._events.emit(Suspended(self._rebalancer.step, nbytes))
         return nbytes
 
-    def resume(self) -> bool:
-        """`Balancer.resume`. Returns whether replicas are to be refreshed, which all ranks do."""
+    def resume(self) -> None:
+        """`Balancer.resume`."""
+        if self._loop.closed:  # homes lie before replicas, whose memory `end` could not take
+            if self._replicas is not None and self._replicas.is_freed and (problem := self._why_not_here()):
+                raise RuntimeError(f"resume(): {problem}")
+            return
         suspended = self._loop.suspended
-        problem = self._why_not_here(self._runtime.registry.why_state_lacks) if suspended else ""
-        if said := self._agreed("resume()", problem):
-            self._free_replicas()
-            raise RuntimeError(f"resume(): {said}")
+        self._meet("resume()", self._why_not_here(self._runtime.registry.why_state_lacks) if suspended else "")
         if not suspended:
-            return False
+            return
         self._loop.suspended, seconds = False, time.perf_counter() - self._since
         self._rebalancer.clock.exclude(seconds)
         self._events.emit(SuspensionEnded(self._rebalancer.step, seconds))
-        return self._runtime.maps.replicas is not None
+        self._rebalancer.refresh_replicas()
 
     def end(self) -> None:
         """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
-        replicas = self._runtime.maps.replicas
-        if replicas is not None and replicas.is_freed and (problem := self._why_not_here()):
+        if self._replicas is not None and self._replicas.is_freed and (problem := self._why_not_here()):
             logger.warning(
                 "closed while suspended, and the layers of experts have no memory to compute in: %s; load the weights "
                 "and call balancer.resume() before the next forward",
@@ -87,58 +79,34 @@ class Phases:
             )
         self._loop.suspended = False
 
-    def resume_after_end(self) -> bool:
-        """Take the memory that `end` could not take; returns whether there was any to take."""
-        replicas = self._runtime.maps.replicas
-        if replicas is None or not replicas.is_freed:
-            return False
-        if problem := self._why_not_here():
-            raise RuntimeError(f"resume(): {problem}")
-        return True
-
     def _why_not_here(self, why_state_lacks: Callable[[], str] = str) -> str:
         """Take memory of replicas again; returns why weights, optimizer state or replicas have none."""
-        replicas = self._runtime.maps.replicas
-        if (lacks := self._memory.why_freed() or why_state_lacks()) or replicas is None:
+        if (lacks := self._memory.why_freed() or why_state_lacks()) or self._replicas is None:
             return lacks
         try:
-            replicas.take(self._rebalancer.placement())
+            self._replicas.take(self._rebalancer.placement())
         except Exception as error:
             return f"no memory for replicas: {one_line(error)}"
         return ""
 
-    def _free_replicas(self) -> None:
-        replicas = self._runtime.maps.replicas
-        if self._loop.suspended and replicas is not None and not self._memory.why_freed():
-            replicas.free()
-
-    def _agreed(self, what: str, problem: str) -> str:
-        """Wait for all ranks, by the launcher's store alone; returns the problem of a rank, or "". If one does not
-        come, all of it stays suspended: the job may free weights again, and homes lie before replicas."""
+    def _meet(self, what: str, problem: str) -> None:
+        """Wait for all ranks, by the launcher's store alone. RuntimeError: one did not come, or has a problem. Then all
+        of it stays suspended: the job may free weights again, and homes lie before replicas."""
         job, own = self._runtime.job, RuntimeError(problem) if problem else None
         try:
-            return barrier(list(job.ranks), what, self._runtime.config.timeout_seconds, own)
+            said = barrier(list(job.ranks), what, self._runtime.config.timeout_seconds, own)
         except RuntimeError as error:
-            if error is own:
-                return f"rank {job.rank}: {problem}"
-            self._free_replicas()
-            raise
+            said = f"rank {job.rank}: {problem}" if error is own else str(error)
+        if said:
+            if self._loop.suspended and self._replicas is not None and not self._memory.why_freed():
+                self._replicas.free()
+            raise RuntimeError(f"{what}: {said}")
 
 
-def measured_load(runtime: Runtime, rebalancer: Rebalancer) -> dict[str, Any]:
-    """Return the load for the next decisions, in the form of `saved_load`; equal on every rank. Collective."""
-    rebalancer.wait_for_decision()
-    return saved_load(
-        rebalancer.decisions.history,
-        runtime.counter,
-        lambda buckets: rebalancer.run(lambda group, _: aggregate(HostCopy(buckets), group))[0].numpy(),
-    )
-
-
-def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer, barrier: Callable[[], None]) -> None:
-    """Restore as `Balancer.load_state_dict` says, when ``barrier`` returns on all ranks."""
+def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer) -> None:
+    """`Balancer.load_state_dict`."""
     problem: PlacementError | None = None
-    target, step, digest = rebalancer.placement(), 0, UNUSABLE
+    target, step, digest = rebalancer.placement(), 0, bytes(16)  # nothing usable was given
     try:
         saved, step = Placement.from_json(state["placement"]), int(state["step"])
         target, load = _fitting(saved, target), json.dumps(state.get("load"), sort_keys=True)
@@ -147,24 +115,20 @@ def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer, 
         problem = error
     except (KeyError, TypeError, ValueError) as error:
         problem = PlacementError(f"not what state_dict() gave: {type(error).__name__}: {error}")
-    barrier()
+    runtime.barrier("load_state_dict()")
     agreed = rebalancer.compare(digest, "load_state_dict()", "usable saved state")
     if problem is not None:
         raise problem
     if not agreed.commit:
         raise RuntimeError(f"the saved placement cannot be restored: {agreed.cause}")
-    outcome = rebalancer.migrate_at(step, target)
+    outcome = rebalancer.migrate_to(target, step)
     if outcome.failed_phase is not None:
         raise RuntimeError(f"the saved placement could not be restored: {outcome.cause}")
-    decisions = rebalancer.decisions
     try:  # what all had counted goes on on one rank
-        resume_load(state.get("load") or {}, decisions.history, runtime.counter, int(runtime.job.is_planner))
+        history, share = rebalancer.decisions.history, int(runtime.job.is_planner)
+        resume_load(state.get("load") or {}, history, runtime.counter, share)
     except (AttributeError, ValueError) as error:
         logger.warning("%s; forecasts start from scratch", error)
-    try:
-        decisions.resume_track_record(state.get("track_record") or [])
-    except (AttributeError, ValueError) as error:
-        logger.warning("%s; predictions are trusted again", error)
 
 
 def _fitting(saved: Placement, here: Placement) -> Placement:

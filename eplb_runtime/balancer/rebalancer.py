@@ -1,15 +1,13 @@
 """Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
 One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
-steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.rebalance_now` alone, on a
-decision that `Rebalancer.plan_ahead` may have begun. A failure drops the rebalance, with an event and a warning, and
-training goes on with the old placement.
+steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.rebalance_now` alone. A
+failure drops the rebalance, with an event and a warning, and training goes on with the old placement.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
@@ -24,7 +22,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import BalancerConfig
 from ..distributed.consensus import Phase, Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
 from ..distributed.transports import TRANSPORTS
@@ -49,19 +46,15 @@ T = TypeVar("T")
 logger = logging.getLogger("eplb_runtime")
 
 Layers = tuple[int, ...]
-AHEAD = sys.maxsize
-"""Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.rebalance_now` alone."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
-    the load that this rank declared for it."""
+    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record."""
 
     due_step: int
     key: str
     decision: Future[Decision]
-    declared: NDArray[np.float64] | None
 
 
 class Rebalancer(LoopHooks):
@@ -90,7 +83,7 @@ class Rebalancer(LoopHooks):
         self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
-        self._attempts = self._boundaries = self._next_sampled = self._known_home_bytes = 0
+        self._attempts = self._boundaries = self._next_sampled = 0
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds, self._last_cause = 0.0, ""
@@ -154,12 +147,16 @@ class Rebalancer(LoopHooks):
         with phase("step boundary", epoch=self._placement.epoch):
             moved = self._at_boundary()
         if moved:
-            self._loop.on_moved()
-        if self._loop.has_optimizer or moved:
+            self._after_move()
+        elif self._loop.has_optimizer:
             self.refresh_replicas()
 
     def on_moved(self) -> None:
         self._loop.tensors.mark(self.placement)
+
+    def _after_move(self) -> None:
+        self._loop.on_moved()
+        self.refresh_replicas()
 
     def refresh_replicas(self) -> None:
         """Bring replicas the weights of their homes. Collective."""
@@ -221,18 +218,9 @@ class Rebalancer(LoopHooks):
         if self._pending is None:
             self._pending = self._decide(0)
         self._carry_out(self._pending)
-        return self._placement is not before
-
-    def plan_ahead(self, suspended: bool) -> None:
-        """Begin the decision that `now` acts on, and do not wait for it. On every rank, between steps. ``suspended``:
-        weights may have no memory, so no sample is compared."""
-        self.control.require("plan_ahead()")
-        self._pending = replace(self._decide(0, suspended), due_step=AHEAD)
-
-    @property
-    def has_planned_ahead(self) -> bool:
-        """Return whether a decision was begun that `now` has not acted on yet."""
-        return self._pending is not None and self._pending.due_step == AHEAD
+        if moved := self._placement is not before:
+            self._after_move()
+        return moved
 
     @property
     def staging(self) -> list[Tensor]:
@@ -243,13 +231,12 @@ class Rebalancer(LoopHooks):
         """Free memory for experts in flight, which the next migration takes again; none are. A decision in flight is
         made first. Returns the bytes."""
         self.wait_for_decision()
-        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.executor.free_memory()
 
     def wait_for_decision(self) -> None:
         """Wait until the decision in flight is made, or never will be."""
         if self._pending is not None:
-            wait([self._pending.decision], self._config.timeout_seconds)
+            wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
         """Return whether all ranks were given the same 16 bytes (zeros: none); ends what is in flight. Collective,
@@ -264,14 +251,6 @@ class Rebalancer(LoopHooks):
             self._pause(agreed.cause)
         return agreed
 
-    def migrate_at(self, step: int, target: Placement) -> MigrationProgress:
-        """Set the step of a saved state, and migrate to its placement. Collective, between steps."""
-        self._loop.step = step
-        self._next_sampled = 0
-        progress = self._migrate(target)
-        self._earlier.clear()  # buckets counted so far are of another job
-        return progress
-
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """`ControlChannel.run`, ahead of which a migration during training gives way."""
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
@@ -281,12 +260,18 @@ class Rebalancer(LoopHooks):
             self._pause(one_line(lost))
             raise
 
-    def migrate_to(self, target: Placement) -> MigrationProgress:
-        """Migrate to a placement, while training waits; a decision in flight stays for later. Collective, between
-        steps."""
+    def migrate_to(self, target: Placement, step: int | None = None) -> MigrationProgress:
+        """Migrate to a placement, while training waits; a decision in flight stays for later. ``step``: go on at that
+        of a saved state. Collective, between steps."""
         self.control.require("a migration")
         self.drain()
-        return self._migrate(target)
+        if step is not None:
+            self._loop.step, self._next_sampled = step, 0
+        progress = self._migrate(target)
+        if step is not None:
+            self._earlier.clear()  # buckets counted so far are of another job
+        self._after_move()
+        return progress
 
     def place(self, target: Placement) -> None:
         """Migrate to a placement as after a decision: during the next steps where migrations overlap with them, unless
@@ -294,16 +279,14 @@ class Rebalancer(LoopHooks):
         if not self.overlapped.in_flight:
             self.control.require("a migration")
             self._migrate(target, self._overlaps)
+        self._after_move()
 
     def cancel_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
-        never will. What was declared for a decision that was begun ahead is for the next one."""
+        never will."""
         self.drain()
-        if self._pending is not None:
-            wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
-            if self.has_planned_ahead:
-                self.declared = self._pending.declared
-            self._pending = None
+        self.wait_for_decision()
+        self._pending = None
 
     def close(self) -> None:
         """Stop balancing. Replicas are not used any more, since they are not refreshed."""
@@ -334,9 +317,8 @@ class Rebalancer(LoopHooks):
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def _decide(self, lag: int, suspended: bool = False) -> _Pending:
+    def _decide(self, lag: int) -> _Pending:
         steps = self._counter.open_steps
-        self._known_home_bytes = home_bytes = self._known_home_bytes if suspended else self._home_bytes()
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             steps=steps,
@@ -344,19 +326,19 @@ class Rebalancer(LoopHooks):
             earlier=tuple(self._earlier),
             step_seconds=self.clock.step_seconds,
             stall_seconds=self.clock.stall_seconds,
-            home_bytes=home_bytes,
+            home_bytes=self._home_bytes(),
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=None if suspended else self.guard.sample(),
+            sample=self.guard.sample(),
             declared=self.declared,
         )
         if measurement.sampled_steps:
             self._next_sampled = self.step + REST_STEPS
         self._earlier.clear()
-        declared, self.declared = self.declared, None
+        self.declared = None
         key = self._new_key("decision")
         work = partial(decide, measurement, self.decisions, self.guard, key, self._at_point)
-        return _Pending(self.step + lag, key, self.control.submit(work), declared)
+        return _Pending(self.step + lag, key, self.control.submit(work))
 
     def _home_bytes(self) -> int:
         """Bytes of the largest home expert; 0 where an optimizer has state that cannot move: a migration says so."""
@@ -526,8 +508,8 @@ class Rebalancer(LoopHooks):
 
     def _make_transport(self, migration: dist.ProcessGroup, seconds: float) -> Transport:
         """Make a transport of experts on a new migration group, within so many seconds."""
-        device, backend = self._runtime.device, self._groups.backend
-        transport = new_transport(self._config, migration, backend, device, seconds)
+        make = TRANSPORTS[self._config.migration.transport]
+        transport = make(migration, self._groups.backend, self._runtime.device, seconds)
         try:
             transport.warm_up(time.monotonic() + seconds)
         except BaseException:
@@ -535,13 +517,6 @@ class Rebalancer(LoopHooks):
             raise
         transport.wait_at_most(self._config.timeout_seconds)
         return transport
-
-
-def new_transport(
-    config: BalancerConfig, migration: dist.ProcessGroup, backend: str, device: torch.device, seconds: float
-) -> Transport:
-    """Make the configured transport of experts, without warming it up. Its messages time out after ``seconds``."""
-    return TRANSPORTS[config.migration.transport](migration, backend, device, seconds)
 
 
 def use_device(device: torch.device) -> None:

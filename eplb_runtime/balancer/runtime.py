@@ -1,5 +1,5 @@
-"""Parts of a running balancer, in one frozen object; and the model of one rank: whether it is as it was
-attached, and its tensors other than experts' parameters.
+"""Parts of a running balancer, in one frozen object; and the tensors of one rank's model, and whether it is as it was
+attached.
 
 Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this
 is right before attach. After it, experts would be computed, averaged or moved without it.
@@ -35,120 +35,22 @@ class StructureError(RuntimeError):
     """A model was changed after ``attach`` in a way that the balancer cannot follow."""
 
 
-class ModelCheck:
-    """The models of one rank, as they were attached, by the prefix of their parameters' names; experts modules with
-    their parameters, and parameters that attach replaced. ``is_sharded``: some are DTensors, by `fully_shard`."""
-
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        experts: Sequence[tuple[str, nn.Module, Sequence[str]]],
-        replaced: Mapping[str, weakref.ref[Tensor]],
-    ) -> None:
-        self.models = dict(models)
-        self._replaced = dict(replaced)
-        self.experts = {name: module for name, module, _ in experts}
-        """The experts module of each MoE layer, by name, in the order of layers."""
-        modules = [module for model in self.models.values() for module in model.modules()]
-        parameters = [p for model in self.models.values() for p in model.parameters()]
-        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        self._known = set(map(id, parameters))
-        self._fsdp = [module for module in modules if isinstance(module, FSDPModule)]
-        self._held: list[tuple[str, nn.Module, str, nn.Parameter | None]] = []
-        for name, module, keys in () if self.is_sharded else experts:  # FSDP2 puts others there while it computes
-            for key in keys:
-                inside, _, own = key.rpartition(".")
-                inner = module.get_submodule(inside)
-                self._held.append((f"{name}.{key}", inner, own, inner._parameters[own]))
-        self._of_this_rank: set[int] = set()
-        self.seen_in_ddp = False
-
-    def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
-        """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
-        rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
-        ours = set(map(id, tensors))
-        self._of_this_rank |= ours
-        for model in self.models.values():
-            own = [*model.named_parameters(), *model.named_buffers()]
-            names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
-            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
-
-    def know(self, parameters: Iterable[Tensor]) -> None:
-        """Add parameters that are trained and averaged, too."""
-        self._known.update(map(id, parameters))
-
-    def replaced(self) -> dict[str, Tensor]:
-        """Parameters that attach has replaced and that somebody still references, by name."""
-        found = {name: parameter for name, ref in self._replaced.items() if (parameter := ref()) is not None}
-        self._replaced = {name: self._replaced[name] for name in found}
-        return found
-
-    def keep_slices(self) -> None:
-        """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
-        for module in self._fsdp:
-            module.reshard()
-
-    def check(self, *, thoroughly: bool) -> None:
-        """Check that nothing has changed; cheap enough for each forward. ``thoroughly``: walk through the whole model.
-        Raises StructureError: something has."""
-        for name, module, own, parameter in self._held:
-            if module._parameters.get(own) is not parameter:
-                raise StructureError(
-                    f"{name} was replaced after attach: do that first (shard_experts and fully_shard, adapters), then "
-                    "make the optimizer and attach; for an evaluation copy other weights into the parameters"
-                )
-        wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
-        self.seen_in_ddp |= wrapped is not None
-        if wrapped is not None and wrapped.process_group.size() > 1:
-            shared = {id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)}
-            if not shared.isdisjoint(self._of_this_rank | set(map(id, self.replaced().values()))):
-                raise StructureError(
-                    "DistributedDataParallel averages parameters from before attach, or experts, of which each rank "
-                    "has others: attach first, then wrap the very module that was attached, and call "
-                    "balancer.register before; or set dense_gradients='allreduce'"
-                )
-        for prefix, model in self.models.items() if thoroughly and not self.is_sharded else ():
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and id(parameter) not in self._known:
-                    raise StructureError(
-                        f"{prefix}{name} was added after attach and is trained, but no optimizer that the balancer "
-                        "knows holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
-                        "balancer.adopt(optimizer)"
-                    )
-
-
-Barrier = Callable[..., None]
-"""Waits until every rank has reached a call, by its name; raises on the ranks that have, and names the others, if one
-does not within some seconds (the config's where none are given)."""
-
-
-@dataclass(frozen=True)
-class Divisors:
-    """Divisors of gradients of whole experts: where a layer computes with them, and at every gradient that reaches a
-    parameter. `distributed.ranks.Job.gradient_divisor` is their product times the ranks over which means are taken.
-    ``are_of_means``: the balancer averages over the ranks that hold the same experts."""
-
-    in_layers: float
-    at_parameters: float
-    are_of_means: bool = True
-
-    @classmethod
-    def of(cls, job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> Divisors:
-        """Return divisors for the experts of this rank. ``by_host``: it is not seen which gradient comes from where;
-        ``host_sums``: nor has it to be, since the host sums them; ``dense_is_sharded``: each rank has a part of the
-        other parameters, and gets its gradient past the sums over ranks."""
-        divisor, owners = job.gradient_divisor, len(job.edp_ranks)
-        if by_host:
-            return cls(1, 1, are_of_means=False) if host_sums else cls(1, divisor / owners)
-        in_layers = (divisor if dense_is_sharded else len(job.data_ranks)) / owners
-        return cls(in_layers, divisor / owners / in_layers)
+def divisors_of(job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> tuple[float, float]:
+    """Return divisors of gradients of whole experts: where a layer computes with them, and at every gradient that
+    reaches a parameter. `distributed.ranks.Job.gradient_divisor` is their product times the ranks over which means are
+    taken. ``by_host``: it is not seen which gradient comes from where; ``host_sums``: nor has it to be, since the host
+    sums them; ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums
+    over ranks."""
+    divisor, owners = job.gradient_divisor, len(job.edp_ranks)
+    if by_host:
+        return 1, 1 if host_sums else divisor / owners
+    in_layers = (divisor if dense_is_sharded else len(job.data_ranks)) / owners
+    return in_layers, divisor / owners / in_layers
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A model's experts, ranks and settings, as attaching has made them. Passed down whole.
-
-    The transport is not in it: `reconnect` replaces it.
+    """A model's experts, ranks and settings, as attaching has made them; but the transport, which may be replaced.
 
     Args:
         topology: of one EP group, with measured bandwidths.
@@ -165,9 +67,13 @@ class Runtime:
         host_dispatches: whether the framework dispatches tokens and saves experts; equal on all ranks, also where
             ``layers`` is empty.
         channels: channels on which this rank exchanges tokens.
-        model_check: notices changes of the model that the balancer cannot follow.
-        divisors: of gradients of whole experts.
-        barrier: of all ranks ahead of a collective call.
+        models: of this rank, by the prefix of their parameters' names.
+        experts: the experts module of each MoE layer, in the order of layers, with its name and its parameters'.
+        replaced: parameters that attach has replaced, by name.
+        divisor: of every gradient that reaches a parameter of whole experts.
+        averages_experts: whether the balancer averages over the ranks that hold the same experts.
+        barrier: waits until every rank has reached a call, by its name; raises on the ranks that have, and names the
+            others, if one does not within some seconds (the config's where none are given).
     """
 
     config: BalancerConfig
@@ -185,23 +91,21 @@ class Runtime:
     layers: Sequence[ExpertParallelLayer | HostDispatchedLayer]
     host_dispatches: bool
     channels: MicroBatchChannels
-    model_check: ModelCheck
-    divisors: Divisors
-    barrier: Barrier
+    models: Mapping[str, nn.Module]
+    experts: Sequence[tuple[str, nn.Module, Sequence[str]]]
+    replaced: Mapping[str, weakref.ref[Tensor]]
+    divisor: float
+    averages_experts: bool
+    barrier: Callable[..., None]
 
     @property
     def job(self) -> Job:
         """The ranks of the job and what they share."""
         return self.groups.job
 
-    @property
-    def averages_dense(self) -> bool:
-        """Return whether the balancer averages gradients outside the experts, and not the host."""
-        return self.config.dense_gradients == "allreduce"
-
 
 class ModelTensors:
-    """The tensors of one attached model on one rank.
+    """The tensors of one attached model on one rank, and whether it is as it was attached.
 
     Attributes:
         dense: parameters outside the experts, by name; more may join.
@@ -209,6 +113,8 @@ class ModelTensors:
         registered: MoE layer and tensor of what moves with experts, by parameter and name.
         memory: of all weights, which a job may free and take again.
         sliced: whether ``fully_shard`` slices experts.
+        is_sharded: whether it slices any parameter.
+        seen_in_ddp: whether the model was seen to run in DistributedDataParallel.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -222,6 +128,17 @@ class ModelTensors:
         self.sliced = any(is_sliced(parameter) for parameter in runtime.registry.parameters())
         self._marks: list[tuple[int, Tensor]] = []
         self._not_by_row: list[weakref.ref[Any]] = []
+        modules = [module for model in runtime.models.values() for module in model.modules()]
+        self._fsdp = [module for module in modules if isinstance(module, FSDPModule)]
+        parameters = [parameter for model in runtime.models.values() for parameter in model.parameters()]
+        self._known, self._of_this_rank = set(map(id, parameters)), set[int]()
+        self.is_sharded, self.seen_in_ddp = any(isinstance(parameter, DTensor) for parameter in parameters), False
+        self._held: list[tuple[str, nn.Module, str, nn.Parameter | None]] = []
+        for name, module, keys in () if self.is_sharded else runtime.experts:  # FSDP2 puts others there meanwhile
+            for key in keys:
+                inside, _, own = key.rpartition(".")
+                inner = module.get_submodule(inside)
+                self._held.append((f"{name}.{key}", inner, own, inner._parameters[own]))
 
     @property
     def host_steps(self) -> bool:
@@ -248,7 +165,7 @@ class ModelTensors:
         self.dense.update(parameters)
         for name, parameter in parameters.items():
             self.memory.add(name, parameter)
-        self._runtime.model_check.know(list(parameters.values()))
+        self._known.update(map(id, parameters.values()))
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
         """`Balancer.register`."""
@@ -265,7 +182,7 @@ class ModelTensors:
         if self.sliced and not is_sliced(tensor):
             raise RegistryError(f"{name} of {parameter}: give a DTensor placed as the parameter (torch.zeros_like(it))")
         self._runtime.registry.add(layers[parameter], f"{parameter}/{name}", tensor, "buffer")
-        self._runtime.model_check.keep_from_ddp([tensor])
+        self.keep_from_ddp([tensor])
         self.registered[f"{parameter}/{name}"] = (layers[parameter], tensor)
 
     def register_all(self, name: str, tensors: Any, moves: bool) -> None:
@@ -274,7 +191,7 @@ class ModelTensors:
         if moves:
             parameters = {
                 prefix + own: parameter
-                for prefix, model in self._runtime.model_check.models.items()
+                for prefix, model in self._runtime.models.items()
                 for own, parameter in model.named_parameters()
             }
             for parameter, tensor in matched(tensors, parameters, list(of_parameter)).items():
@@ -299,3 +216,52 @@ class ModelTensors:
         for optimizer in self.optimizers:
             yield from arrays_in(getattr(optimizer, "state", None))
             yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    # -- whether the model is as it was attached -----------------------------------------------------------------------
+
+    def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
+        """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
+        rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
+        ours = set(map(id, tensors))
+        self._of_this_rank |= ours
+        for model in self._runtime.models.values():
+            own = [*model.named_parameters(), *model.named_buffers()]
+            names = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(n for n, t in own if id(t) in ours)}
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Parameters that attach has replaced and that somebody still references, by name."""
+        return {name: tensor for name, ref in self._runtime.replaced.items() if (tensor := ref()) is not None}
+
+    def keep_slices(self) -> None:
+        """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
+        for module in self._fsdp:
+            module.reshard()
+
+    def check(self, *, thoroughly: bool) -> None:
+        """Check that nothing has changed; cheap enough for each forward. ``thoroughly``: walk through the whole model.
+        Raises StructureError: something has."""
+        for name, module, own, parameter in self._held:
+            if module._parameters.get(own) is not parameter:
+                raise StructureError(
+                    f"{name} was replaced after attach: do that first (shard_experts and fully_shard, adapters), then "
+                    "make the optimizer and attach; for an evaluation copy other weights into the parameters"
+                )
+        wrapped = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) if thoroughly else None
+        self.seen_in_ddp |= wrapped is not None
+        if wrapped is not None and wrapped.process_group.size() > 1:
+            shared = {id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)}
+            if not shared.isdisjoint(self._of_this_rank | set(map(id, self.replaced().values()))):
+                raise StructureError(
+                    "DistributedDataParallel averages parameters from before attach, or experts, of which each rank "
+                    "has others: attach first, then wrap the very module that was attached, and call "
+                    "balancer.register before; or set dense_gradients='allreduce'"
+                )
+        for prefix, model in self._runtime.models.items() if thoroughly and not self.is_sharded else ():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise StructureError(
+                        f"{prefix}{name} was added after attach and is trained, but no optimizer that the balancer "
+                        "knows holds it: add it (adapters, heads) and make the optimizer first, then attach, or call "
+                        "balancer.adopt(optimizer)"
+                    )

@@ -48,10 +48,10 @@ def save(folder: str | Path, view: LogicalView) -> None:
             states.setdefault(entry.name, {})[entry.state] = _as_saved(view, entry)
         else:
             state.setdefault(entry.part, {})[entry.name] = _as_saved(view, entry)
-    if optimizer := view.numbers():
-        for name, numbers in optimizer["numbers"].items():
-            states.setdefault(name, {}).update(numbers)
-        state["optimizer"] = {"state": states, "param_groups": optimizer["param_groups"]}
+    for name, key, value in view.numbers():
+        states.setdefault(name, {})[key] = value
+    if view.optimizers:
+        state["optimizer"] = {"state": states, "param_groups": view.named_groups}
     if view.balancer is not None:
         state["eplb_runtime"] = json.dumps({"balancer": view.balancer.state_dict()})
     with _in_a_line(f"{folder} was not saved"):

@@ -128,15 +128,17 @@ def _content(folder: str | Path, view: LogicalView) -> tuple[JointAccess, Iterab
 
     def content() -> tuple[Iterable[Named], Any]:
         layout, stored = _layout_of(view)
-        numbers = {"layout": layout, "optimizer": view.numbers(_to_json), "balancer": balancer}
+        groups = [{option: _to_json(value, option) for option, value in group.items()} for group in view.named_groups]
+        numbers = {f"{name}.{key}": _to_json(value, key) for name, key, value in view.numbers()}
         first = access.ranks[access.number] == ranks[0]
-        return _tensors_of_rank(view, stored, ranks), json.loads(json.dumps(numbers)) if first else None  # a copy
+        of_stage = {"layout": layout, "param_groups": groups, "numbers": numbers, "balancer": balancer}
+        return _tensors_of_rank(view, stored, ranks), json.loads(json.dumps(of_stage)) if first else None  # a copy
 
     return access, *access.together(f"{folder} was not saved", content)
 
 
 def _layout_of(view: LogicalView) -> tuple[dict[str, Any], list[tuple[Entry, Stored]]]:
-    """Return how tensors are stored by other names than their own; and all that are stored, tied ones once.
+    """Return how tensors are stored, by key; and those that are stored, tied ones once.
 
     Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
     number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
@@ -151,8 +153,7 @@ def _layout_of(view: LogicalView) -> tuple[dict[str, Any], list[tuple[Entry, Sto
             name = f"{head}.*.{own.removeprefix(f'{head}.')}".removeprefix(".")
             stored = Stored((name,), view.num_experts)
         _, stored = found.setdefault((entry.part, id(entry.tensor)), (entry, stored or Stored((own,))))
-        if stored.names != (own,):
-            layout[entry.key] = asdict(stored)
+        layout[entry.key] = asdict(stored)
     return layout, list(found.values())
 
 
@@ -213,7 +214,8 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
     files = {name: known for of_rank, _ in of_ranks for name, known in of_rank.items()}
     of_all = {
         "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
-        "optimizers": [stage["optimizer"] for stage in stages if stage["optimizer"] is not None],
+        "param_groups": [group for stage in stages for group in stage["param_groups"]] or None,
+        "numbers": {name: value for stage in stages for name, value in stage["numbers"].items()},
         "balancer": stages[0]["balancer"],
     }
     access.on_first(problem, lambda: _publish(folder, view, token, files, of_all))
@@ -384,19 +386,18 @@ class TensorFiles(Saved):
 
     def _spec(self, key: str, stored: Stored) -> TensorSpec:
         """Shape and dtype of a whole tensor, from those of its parts; the narrowest dtype."""
-        kinds: list[tuple[Any, Any]] = []
-        for expert in range(max(1, stored.experts)):
-            slices = [self._slice(key, name) for name in stored.names_of(expert)]
-            found = [(each.get_shape(), each.get_dtype()) for each in slices]
-            if kinds and found != kinds:
-                raise CheckpointError(f"expert {expert} of {key} has another shape or dtype than expert 0")
-            kinds = found
-        parts, dim = [part for part, _ in kinds], stored.dim
+        if not 0 <= stored.experts <= len(self._files):
+            raise CheckpointError(f"{self.name} has no {stored.experts} experts of {key}")
+        every = [[self._slice(key, name) for name in stored.names_of(expert)] for expert in range(stored.experts or 1)]
+        kinds = [[(part.get_shape(), part.get_dtype()) for part in slices] for slices in every]
+        if any(kind != kinds[0] for kind in kinds):
+            raise CheckpointError(f"experts of {key} in {self.name} have different shapes or dtypes")
+        parts, dim = [part for part, _ in kinds[0]], stored.dim
         if any(part[:dim] + part[dim + 1 :] != parts[0][:dim] + parts[0][dim + 1 :] for part in parts):
             raise CheckpointError(f"parts of {key} in {self.name} do not fit together: they have shapes {parts}")
         shape = [sum(part[dim] for part in parts) if at == dim else size for at, size in enumerate(parts[0])]
         whole = (stored.experts, *shape) if stored.experts else tuple(shape)
-        dtypes = [one[(slice(0, 0),) if shape else ()].dtype for one in slices]
+        dtypes = [one[(slice(0, 0),) if shape else ()].dtype for one in every[0]]
         return TensorSpec(whole, min(dtypes, key=lambda dtype: dtype.itemsize))
 
     def _slice(self, key: str, name: str) -> Any:
@@ -422,16 +423,8 @@ def opened(folder: Path, access: JointAccess) -> Saved:
     _verify(folder, marker, access)
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))
     layout = {key: Stored(**stored) for key, stored in marker["layout"].items()}
-    unnamed = set(files)
-    for key, stored in layout.items():
-        if not 0 <= stored.experts <= len(files):
-            raise CheckpointError(f"{folder} has no {stored.experts} experts of {key}")
-        unnamed.difference_update((key.partition(".")[0], name) for name in stored.names_of())
-    saved = TensorFiles(str(folder), files, layout | {f"{part}.{name}": Stored((name,)) for part, name in unnamed})
-    states = [state for one in marker["optimizers"] for state in one["numbers"].items()]
-    saved.numbers = {f"{name}.{key}": value for name, of in states for key, value in of.items()}
-    saved.param_groups = [group for one in marker["optimizers"] for group in one["param_groups"]] or None
-    saved.balancer = marker["balancer"]
+    saved = TensorFiles(str(folder), files, layout)
+    saved.param_groups, saved.numbers, saved.balancer = (marker[key] for key in ("param_groups", "numbers", "balancer"))
     return saved
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import reprlib
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -173,6 +172,11 @@ class LogicalView:
         """Those of all optimizers."""
         return [group for one in self.optimizers for group in one.param_groups]
 
+    @property
+    def named_groups(self) -> list[dict[str, Any]]:
+        """Param groups with names of their parameters."""
+        return [{**group, "params": self.names_of(group)} for group in self.param_groups]
+
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
         """Names of the parameters in a param group."""
         try:
@@ -193,31 +197,23 @@ class LogicalView:
         if one is not None and (state or self.optimizer_state(name)):
             one.state[self.parameters[name]] = dict(state)
 
-    def numbers(self, encode: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any] | None:
-        """Param groups, and state that is no tensor, encoded, as in `Saved.optimizers`; None: there is no optimizer."""
-        if not self.optimizers:
-            return None
-        groups = [
-            {**{k: encode(v, k) for k, v in group.items() if k != "params"}, "params": self.names_of(group)}
-            for group in self.param_groups
-        ]
-        numbers: dict[str, dict[str, Any]] = defaultdict(dict)
+    def numbers(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield optimizer state that is no tensor: its parameter, its key, and it."""
         for name in self.parameters:
             for key, value in self.optimizer_state(name).items():
                 if not isinstance(value, Tensor):
-                    numbers[name][str(key)] = encode(value, str(key))
-        return {"param_groups": groups, "numbers": numbers}
+                    yield name, str(key), value
 
     def options_of(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Learning rates and the like for each live param group, by parameter name: groups may be cut otherwise than
         when they were saved, so long as a group has one set of options."""
         group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
         found: list[dict[str, Any]] = []
-        for live in self.param_groups:
-            names = self.names_of(live)
+        for live in self.named_groups:
+            names = live["params"]
             numbers = sorted({group_of[name] for name in names if name in group_of})
             options = [{k: v for k, v in saved[number].items() if k != "params"} for number in numbers] or [{}]
-            if any(_plain(other) != _plain(options[0]) for other in options):
+            if len({repr(sorted(one.items())) for one in options}) > 1:
                 raise CheckpointError(
                     f"the param group of {names[0]} was several with different options when saved: build the optimizer "
                     "with the same groups"
@@ -280,10 +276,6 @@ def warn_of_left_out(line: str, left: Iterable[str]) -> None:
     names = sorted(left)
     if names and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(line, f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0])
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 def _fits(saved: Any, live: Any) -> bool:
@@ -360,10 +352,7 @@ class JointAccess:
             return cls(view.balancer.runtime.groups.everyone, view.balancer.runtime.device)
         if not dist.is_initialized():
             return cls(None, torch.device("cpu"))
-        on_cpu = any(part in dist.get_backend_config() for part in ("gloo", "cpu:"))
-        return cls(
-            dist.group.WORLD, torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        )
+        return cls(dist.group.WORLD, torch.device(dist.distributed_c10d._get_object_coll_device()))
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
         """Return the result of an action, which has succeeded on all ranks. Raises what failed on this rank, or

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..balancer.exports import TensorStream
+from ..balancer.loop_state import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
 from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 NamedTensor = tuple[str, Tensor]
 BUCKET_BYTES = 1 << 26
 """Of a bucket, where no consumer says how much it takes."""
-_EQUAL, _DIFFERS = 1, 2
-"""State of a piece that was given; the largest over ranks counts. 0: it was not given."""
 _MOST_NAMED = 8
 
 
@@ -160,11 +158,6 @@ class TensorList:
             for expert in range(by.experts):
                 of_expert = {name: made[name] for name in by.names_of(expert)}
                 yield Piece(of_expert, stage, number, weight.layer, expert, False, False)
-
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """All tensors, as they leave."""
-        return {name: spec for piece in self.pieces for name, spec in piece.made.items()}
 
     def buckets(self, most_bytes: int) -> list[list[Row]]:
         """Return the rows of neighbours that fit into a bucket together."""
@@ -413,22 +406,20 @@ class Exporter:
     @torch.no_grad()
     def verify(self, given: object, dtype: torch.dtype | None, seconds: float) -> str:
         """`Balancer.verify_export`: what is given is compared with a stream, by a checksum for each tensor."""
-        tensors = self._listed(dtype, None, isinstance(given, LogicalTensors))
-        specs = tensors.specs
+        tensors = self._listed(dtype, None)
+        specs = {name: spec for piece in tensors.pieces for name, spec in piece.made.items()}
         theirs, problem = _given(specs, given, self.balancer.runtime.device)
-        if problem and isinstance(given, LogicalTensors):
-            given.close(problem)  # the caller holds it, and the others wait at its next bucket
         run = self.balancer.rebalancer.run
         # A rank that takes longer to walk its weights is waited for here.
         if found := run(lambda _, agreement: agreement.go_on(problem, False, seconds), seconds):
             raise ExportError(found)
         stream, states = LogicalTensors(tensors, BUCKET_BYTES, seconds), dict.fromkeys(specs, 0)
-        for name, tensor in stream:
+        for name, tensor in stream:  # 0: no rank has given it, 1: equal, 2: another
             if name in theirs:
-                states[name] = _EQUAL if theirs[name] == _checksum(tensor) else _DIFFERS
+                states[name] = 1 if theirs[name] == _checksum(tensor) else 2
         outcome = run(lambda group, _: maxima(torch.tensor([*states.values()], dtype=torch.uint8), group)).tolist()
         states = dict(zip(specs, outcome, strict=True))
-        if wrong := [name for name, state in states.items() if state == _DIFFERS]:
+        if wrong := [name for name, state in states.items() if state == 2]:
             raise ExportError(
                 f"verify_export: not the model's: {_first(wrong)}; where experts have moved, a walk by local index "
                 "(ep_rank * E/R + i) exports others: take balancer.named_logical_tensors(), walk inside "

@@ -4,8 +4,6 @@ A command's file has its help as docstring, ``run``, and its ``OPTIONS``, or its
 Rooms are imported by the command that needs them, so that ``--help`` is quick.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -57,5 +55,5 @@ def _parser() -> Parser:
         group = commands.add_parser(name, help=in_list(text))
         actions = group.add_subparsers(title="what to do", metavar="WHAT", required=True)
         for action, (summary, options) in module.ACTIONS.items():
-            add_command(actions, action, summary + text[text.index("\n") :], module.run, options)
+            add_command(actions, action, summary + "".join(text.partition("\n")[1:]), module.run, options)
     return made

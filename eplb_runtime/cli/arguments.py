@@ -1,8 +1,6 @@
 """Arguments that commands share: the parser, a table of options for each command, kinds of values; the loads and
 clusters that they name, looked at before the work that needs them."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence
@@ -54,7 +52,7 @@ def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence
 
 def in_list(text: str) -> str:
     """Return the first line of a command's help, as the list of commands has it."""
-    return text[0].lower() + text.partition("\n")[0][1:].rstrip(".")
+    return text[:1].lower() + text.partition("\n")[0][1:].rstrip(".")
 
 
 def option(name: str, metavar: str, kind: Callable[[str], Any], text: str, default: Any = None, **more: Any) -> Option:
@@ -126,7 +124,7 @@ def complain(why: Exception | str, status: int = BAD_INPUT) -> int:
     return status
 
 
-def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
+def read_job(path: str, arguments: argparse.Namespace) -> "JobRecord":
     """Return a recorded load without dense layers, with what the record says of the job."""
     import numpy as np
 
@@ -147,7 +145,7 @@ def read_job(path: str, arguments: argparse.Namespace) -> JobRecord:
     return replace(record, load=np.pad(load, ((0, 0), (0, 0), (0, more))))
 
 
-def counted_windows(load: NDArray[np.float64], path: str) -> NDArray[np.float64]:
+def counted_windows(load: "NDArray[np.float64]", path: str) -> "NDArray[np.float64]":
     """Return a load [T, L, E] without windows in which no token was counted: they would count as balanced."""
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():

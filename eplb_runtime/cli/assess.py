@@ -8,8 +8,6 @@ examples:
   eplb-runtime assess rollouts/ --ranks 8               # of slime's --save-debug-rollout-data rollouts/{rollout_id}.pt
 """
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 

@@ -6,8 +6,6 @@ examples:
   torchrun --nproc-per-node 4 -m eplb_runtime.cli bench train --json   # on these
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import nullcontext
 from importlib import import_module

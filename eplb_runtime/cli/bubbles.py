@@ -6,8 +6,6 @@ examples:
   eplb-runtime bubbles --schedule 1f1b --ranks 4 --imbalance 1.8,1.4,1.3,1.2
 """
 
-from __future__ import annotations
-
 import argparse
 from itertools import product
 from typing import Any

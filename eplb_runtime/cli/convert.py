@@ -8,8 +8,6 @@ examples:
   eplb-runtime convert sample load.npz                                           # the series that comes along
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 

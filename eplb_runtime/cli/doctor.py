@@ -8,8 +8,6 @@ examples:
 exit status: 0; 1 if a recipe's job would not attach, 2 bad input
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import nullcontext
 from dataclasses import asdict

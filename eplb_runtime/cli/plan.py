@@ -6,8 +6,6 @@ examples:
   eplb-runtime plan dump.pt --dense-layers 3 --ranks 32 --ranks-per-node 8 --slots-per-rank 9 --policy free --json
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

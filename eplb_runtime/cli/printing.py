@@ -1,7 +1,5 @@
 """Output of commands: tables and JSON objects."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

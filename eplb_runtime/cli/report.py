@@ -4,8 +4,6 @@ examples:
   eplb-runtime report runs/first -o report.html
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -6,8 +6,6 @@ examples:
   eplb-runtime simulate series.npz --ranks 8 --ranks-per-node 8 --slots-per-rank 5 --every 5
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 

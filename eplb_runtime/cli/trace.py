@@ -6,10 +6,9 @@ examples:
   eplb-runtime trace analyse rank0.json --layers --json
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +33,15 @@ def run(arguments: argparse.Namespace) -> None:
     with spinner():
         analyses = [analyse(path) for given in arguments.traces for path in traces_in(Path(given))]
     if arguments.json:
-        each = [one.to_dict() for one in analyses]
+        each = [asdict(one) for one in analyses]
         return print_json(each[0] if len(each) == 1 else {"traces": each})
     for one in analyses:
         _print_one(one, arguments.layers)
-    files = Counter(one.rank for one in analyses if one.rank is not None)
-    if twice := [str(rank) for rank, number in files.items() if number > 1]:
+    if twice := [str(rank) for rank, n in Counter(one.rank for one in analyses).items() if n > 1 and rank is not None]:
         print(f"several files are of rank {', '.join(twice)}: leave out those of other runs")
 
 
-def _print_one(one: Analysis, by_layer: bool) -> None:
+def _print_one(one: "Analysis", by_layer: bool) -> None:
     sent = one.communication
     times = {
         "span": one.span_us,
@@ -69,7 +67,7 @@ def _print_one(one: Analysis, by_layer: bool) -> None:
     print_table(f"the longest of {len(one.kernels)} kernels" if one.device == "gpu" else "operators", longest)
 
 
-def _phases(one: Analysis, by_layer: bool) -> list[dict[str, Any]]:
+def _phases(one: "Analysis", by_layer: bool) -> list[dict[str, Any]]:
     """Return a row for each phase, over layers and micro-batches unless ``by_layer``."""
     heads, rows = ("phase", "layer", "micro-batch"), dict[tuple[Any, ...], Counter[str]]()
     for phase in one.phases:

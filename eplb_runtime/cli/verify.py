@@ -7,8 +7,6 @@ examples:
 exit status: 0 right, 1 wrong, 3 unknown, 2 bad input
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 

@@ -4,8 +4,6 @@ examples:
   eplb-runtime warmup            # for example in a Dockerfile, after `pip install`
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -1,8 +1,6 @@
 """Measure: count tokens per logical expert on the device, keep a window, sum it over ranks; and check a load, wherever
 it is given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ Layers mark expert work in a few steps now and then. A mark is a time of the hos
 running stream on a GPU, so that nothing waits. Profilers have no part in it: the user may be running one.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -89,17 +87,17 @@ class ExpertShare:
     at: float = 0.0  # imbalance, mean over layers, of the steps that were measured; 0: as it is now
 
     @classmethod
-    def before_measuring(cls, given: float | None) -> ExpertShare:
+    def before_measuring(cls, given: float | None) -> "ExpertShare":
         """Return the share that is given, or assumed until the first measurement."""
         return cls(ASSUMED_SHARE, "assumed") if given is None else cls(given, "given")
 
-    def updated(self, expert_seconds: float, step_seconds: float) -> ExpertShare:
+    def updated(self, expert_seconds: float, step_seconds: float) -> "ExpertShare":
         """Return the share after a measurement; unchanged if it is given or nothing was measured (0 seconds)."""
         if self.source == "given" or not 0 < expert_seconds <= math.inf or step_seconds <= 0:
             return self
         return ExpertShare(min(1.0, expert_seconds / step_seconds), "measured")
 
-    def measured_at(self, imbalance: float) -> ExpertShare:
+    def measured_at(self, imbalance: float) -> "ExpertShare":
         """Return the share with the imbalance of the steps that were measured just now."""
         return replace(self, at=imbalance) if self.source == "measured" else self
 

@@ -1,8 +1,6 @@
 """Count tokens per logical expert while the model runs, one bucket of history per step, for several, or for all; sum
 them over ranks, on the balancer's own CPU group; and keep what was counted in a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each rank may declare the tokens of its own batches, or one rank all of them: wh
 they count is, and only its proportions matter. A load is given as tokens per expert, or as the experts of each token.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ data being int64, little-endian, compressed by zlib (whose checksum notices what
 also have ``"job"``, fields of `RecordedJob` that are known by then. Who counts and writes is not known here.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib
@@ -52,7 +50,7 @@ class RecordedJob:
     device: str = ""  # as ``cuda``
     step_seconds: float = 0.0  # of a training step; in a series that is read, the median of what its lines say
     expert_seconds: float = 0.0  # those in expert work, dispatch to combine; the median, too
-    imbalance: float = 0.0  # max / mean rank load while they were measured; 0: that of experts in logical order
+    imbalance: float = 0.0  # max / mean rank load meanwhile, the median, too; 0: that of experts in logical order
     intra_node_bandwidth: float = 0.0  # GB/s of a rank, as the job measured it
     inter_node_bandwidth: float = 0.0
 
@@ -122,7 +120,7 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
         raise FileError("no load has been recorded here yet")
     header, *said = next(lines for lines in reversed(starts) if len(lines) > 1)
     known = dict(chain(header.items(), *(line.items() for line in said)))
-    for name in ("step_seconds", "expert_seconds"):
+    for name in ("step_seconds", "expert_seconds", "imbalance"):
         known[name] = median([line[name] for line in said if name in line] or [0.0])
     return np.concatenate(windows), steps, RecordedJob(**known)
 

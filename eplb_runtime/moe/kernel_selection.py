@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,47 +66,41 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
     return table_E.index_select(0, ids_N).view(ids_TK.shape)
 
 
+@dataclass
 class CheckedKernel:
     """A kernel in the place of a function of plain torch with the same arguments, which both may write into. Both take
     the first batch with rows of each set of dtypes, widths and flags. ``written`` returns the initialised part."""
 
-    def __init__(
-        self,
-        name: str,
-        kernel: Callable[..., Any],
-        plain: Callable[..., Any],
-        written: Callable[[Any, Sequence[Any]], Any] = lambda result, args: result,
-    ) -> None:
-        self._name, self._kernel, self._plain, self._written = name, kernel, plain, written
-        self._chosen: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    name: str
+    kernel: Callable[..., Any]
+    plain: Callable[..., Any]
+    written: Callable[[Any, Sequence[Any]], Any] = lambda result, args: result
+    chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        variant = tuple(map(_kind, (*args, *options.values())))
-        if variant in self._chosen:
-            return self._chosen[variant](*args, **options)
+        given = (*args, *options.values())
+        variant = tuple((x is True, getattr(x, "dtype", type(x)), getattr(x, "shape", ())[1:]) for x in given)
+        if variant in self.chosen:
+            return self.chosen[variant](*args, **options)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return self._kernel(*args, **options)  # comparing would wait for the device
+            return self.kernel(*args, **options)  # comparing would wait for the device
         copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
-        expected = self._plain(*copies, **options)
+        expected = self.plain(*copies, **options)
         try:
-            found = self._kernel(*args, **options)
-            ours, plain = (self._written(result, args) for result in (found, expected))
+            found = self.kernel(*args, **options)
+            ours, plain = (self.written(result, args) for result in (found, expected))
             if not _same(ours, plain) or not _same(args, copies):
                 raise ValueError("it gives something else")
         except Exception as error:
-            logger.warning("kernel for %s: %s; plain torch is used", self._name, one_line(error))
-            self._chosen[variant] = self._plain
+            logger.warning("kernel for %s: %s; plain torch is used", self.name, one_line(error))
+            self.chosen[variant] = self.plain
             for given, copy in zip(args, copies, strict=True):
                 if isinstance(given, Tensor):
                     given.copy_(copy)
             return expected
         if _has_rows((expected, [arg for arg in args if isinstance(arg, Tensor)])):
-            self._chosen[variant] = self._kernel
+            self.chosen[variant] = self.kernel
         return found
-
-
-def _kind(argument: Any) -> Any:
-    return argument is True, getattr(argument, "dtype", type(argument)), getattr(argument, "shape", ())[1:]
 
 
 def _same(found: Any, expected: Any) -> bool:

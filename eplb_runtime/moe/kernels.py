@@ -19,18 +19,13 @@ from ..utils.triton import jit, power_of_2, tl
 from .dispatch import permute
 from .dispatch.permute import Arriving, Leaving, RowMemory
 
-BLOCK = 256
-"""Choices of a program. Dealing out compares all of them with each other."""
-PLACED = 64
-"""The same where places are worked out, which had no room in registers for 256."""
-WIDE = 32
-"""Columns of counts, of a program."""
-AT_ONCE = 128
-"""Blocks whose beginnings are worked out at once."""
-ELEMENTS = 1024
-"""Summed by a program."""
-ROWS, PARTS = 1024, 4
-"""Rows that a program numbers at once, and programs of a group of rows."""
+BLOCK, PLACED = 256, 64
+"""Choices of a program. Dealing out compares all of them with each other; where places are worked out there is no room
+in registers for 256."""
+WIDE, AT_ONCE = 32, 128
+"""Columns of counts, of a program, and blocks whose beginnings are worked out at once."""
+ELEMENTS, ROWS, PARTS = 1024, 1024, 4
+"""Summed by a program; rows that one numbers at once, and programs of a group of rows."""
 ASSERT = {"debug": True, "sanitize_overflow": False}
 """Of a launch: what the kernel asserts is checked."""
 
@@ -42,14 +37,10 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:
         real = ids_TK if real_T is None else real_T.contiguous()
-        _count_and_map[(-(-choices // BLOCK),)](
-            *(ids_TK, real, table_E, counts_E, slots_TK, choices, counts_E.shape[0]),
-            TOP_K=ids_TK.shape[1],
-            PADDED=real_T is not None,
-            EXPERTS=power_of_2(max(2, counts_E.shape[0])),
-            BLOCK=BLOCK,
-            **ASSERT,
-        )
+        experts, padded = counts_E.shape[0], real_T is not None
+        sizes = {"TOP_K": ids_TK.shape[1], "PADDED": padded, "EXPERTS": power_of_2(max(2, experts)), "BLOCK": BLOCK}
+        given = ids_TK, real, table_E, counts_E, slots_TK, choices, experts
+        _count_and_map[(-(-choices // BLOCK),)](*given, **sizes, **ASSERT)
     return slots_TK
 
 
@@ -60,12 +51,9 @@ def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin
         begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])[1]
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:
-        _deal[(begin_BE.shape[0],)](
-            *(ids_TK, begin_BE, sent_EC.contiguous(), copy_slot_EC.contiguous(), slots_TK, choices),
-            COPIES=sent_EC.shape[1],
-            EXPERTS=begin_BE.shape[1],
-            BLOCK=BLOCK,
-        )
+        given = ids_TK, begin_BE, sent_EC.contiguous(), copy_slot_EC.contiguous(), slots_TK, choices
+        sizes = {"COPIES": sent_EC.shape[1], "EXPERTS": begin_BE.shape[1], "BLOCK": BLOCK}
+        _deal[(begin_BE.shape[0],)](*given, **sizes)
     return slots_TK
 
 
@@ -88,13 +76,8 @@ def begin_of_blocks(
         of_slots = slots_per_rank, ranks * slots_per_rank
         sizes = {"TOP_K": slots_TK.shape[1], **widths, "BLOCK": block}
         count_slots[(blocks,)](slots_TK, begin_BW, choices, *of_slots, **sizes, **ASSERT)
-    begin_slots[(-(-width // WIDE),)](
-        *(begin_BW, counts_RC, blocks, tag or 0, ranks, slots_per_rank, columns),
-        **widths,
-        HAS_TAG=tag is not None,
-        WIDE=WIDE,
-        AT_ONCE=AT_ONCE,
-    )
+    sizes = {**widths, "HAS_TAG": tag is not None, "WIDE": WIDE, "AT_ONCE": AT_ONCE}
+    begin_slots[(-(-width // WIDE),)](begin_BW, counts_RC, blocks, tag or 0, ranks, slots_per_rank, columns, **sizes)
     return begin_BW
 
 
@@ -110,16 +93,10 @@ def leaving(
     begin_BW = begin_of_blocks(slots_TK, counts_2RW[0], slots_per_rank, PLACED, dedup, tag)
     if choices:
         source_rows = choice_N if source_row_N1 is None else source_row_N1
-        width = power_of_2(max(2, num_ranks * slots_per_rank))
-        _place[(begin_BW.shape[0],)](
-            *(slots_TK, begin_BW, counts_2RW, choice_N, place_TK, token_N, source_rows),
-            *(choices, rank, num_ranks, slots_per_rank, columns),
-            TOP_K=slots_TK.shape[1],
-            SLOTS=width,
-            RANKS=begin_BW.shape[1] - width,
-            BLOCK=PLACED,
-            SOME=64,
-        )
+        given = slots_TK, begin_BW, counts_2RW, choice_N, place_TK, token_N, source_rows, choices
+        width, top_k = power_of_2(max(2, num_ranks * slots_per_rank)), slots_TK.shape[1]
+        sizes = {"TOP_K": top_k, "SLOTS": width, "RANKS": begin_BW.shape[1] - width, "BLOCK": PLACED, "SOME": 64}
+        _place[(begin_BW.shape[0],)](*given, rank, num_ranks, slots_per_rank, columns, **sizes)
     return Leaving(counts_2RW, choice_N, place_TK, token_N, source_row_N1)
 
 
@@ -139,15 +116,10 @@ def arriving(
     row_M = arrived_M if source_row_M1 is None else torch.empty_like(arrived_M)
     ends_S = torch.empty(slots_per_rank, dtype=torch.int32, device=device)
     source_rows = arrived_M if source_row_M1 is None else source_row_M1
-    _arrive[(ranks * slots_per_rank, PARTS)](
-        *(counts.contiguous(), source_rows, arrived_M, slot_place_M, row_M, ends_S),
-        *(first, ranks, slots_per_rank, columns),
-        HAS_SOURCE_ROWS=source_row_M1 is not None,
-        CELLS=power_of_2(ranks * slots_per_rank),
-        RANKS=power_of_2(ranks),
-        BLOCK=ROWS,
-        PARTS=PARTS,
-    )
+    given = counts.contiguous(), source_rows, arrived_M, slot_place_M, row_M, ends_S, first, ranks
+    sizes = {"CELLS": power_of_2(ranks * slots_per_rank), "RANKS": power_of_2(ranks), "BLOCK": ROWS, "PARTS": PARTS}
+    flags = {"HAS_SOURCE_ROWS": source_row_M1 is not None}
+    _arrive[(ranks * slots_per_rank, PARTS)](*given, slots_per_rank, columns, **flags, **sizes)
     return Arriving(arrived_M, slot_place_M, row_M, ends_S)
 
 
@@ -173,17 +145,11 @@ def _sum_into(out_TD: Tensor, rows_MD: Tensor, place_TK: Tensor, weights: Tensor
     if tokens and width:
         columns, dtypes = min(ELEMENTS, power_of_2(width)), (dtype, torch.promote_types(dtype, torch.float32))
         product, wide = (getattr(tl, str(one).removeprefix("torch.")) for one in dtypes)
-        _sum[(tokens, -(-width // columns))](
-            *(rows_MD.contiguous(), place_TK.contiguous()),
-            *(place_TK if weights is None else weights.contiguous(), out_TD, width),
-            WEIGHED=weights is not None,
-            HERE=here,
-            PRODUCT=product,
-            SUM=wide,
-            TOP_K=place_TK.shape[1],
-            COLUMNS=columns,
-            enable_fp_fusion=False,  # else a product that is added at once would not be rounded
-        )
+        given = rows_MD.contiguous(), place_TK.contiguous(), place_TK if weights is None else weights.contiguous()
+        flags = {"WEIGHED": weights is not None, "HERE": here, "TOP_K": place_TK.shape[1], "COLUMNS": columns}
+        grid = tokens, -(-width // columns)
+        # Without fused products: else a product that is added at once would not be rounded.
+        _sum[grid](*given, out_TD, width, **flags, PRODUCT=product, SUM=wide, enable_fp_fusion=False)
     return out_TD
 
 

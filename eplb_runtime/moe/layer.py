@@ -110,40 +110,33 @@ class ExpertParallelLayer(CountedLayer):
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
         """``[T, D]`` -> ``[T, D]``; ids are logical."""
         with _unseen_by_selective_checkpointing():
-            return self._forward(hidden_TD, topk_ids_TK, topk_weights_TK)
+            index, training, repeated = self.index, self._module.training, in_recompute()
+            epoch = self._enter(topk_ids_TK.shape[-1])
+            found = (None, None) if repeated else self._begin(hidden_TD, topk_ids_TK)
+            # Nothing counts again, and metadata that is known is used again.
+            metadata: Any = self._in_flight.repeated(topk_ids_TK) if repeated else None
+            with phase("route", "F", index, epoch):
+                route = self._slots(topk_ids_TK, *found) if metadata is None else None
+            dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
+            begin = self.expert_clock.mark() if self.expert_clock.on and training else None
+            with phase("dispatch", "F", index, epoch):
+                metadata = metadata if route is None else dispatcher.plan(*route)
+                dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
+            with phase("compute", "F", index, epoch), self._one_at_a_time:
+                out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
+            with phase("combine", "F", index, epoch):
+                learns, given = torch.is_grad_enabled() and out_MD.requires_grad, (topk_ids_TK, dispatched.metadata)
+                in_flight = None if repeated else self._in_flight.track(*given, learns, training)
+                combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
+            if begin is not None:
+                self.expert_clock.forward_ends(begin)
+            return combined_TD
 
     @torch.compiler.disable
     def see(self, topk_ids_TK: Tensor, columns: int, top_k: int) -> None:
         """Begin a forward of the module's own way, which computes all experts here."""
         if not in_recompute():
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
-
-    def _forward(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        index, training, repeated = self.index, self._module.training, in_recompute()
-        epoch = self._enter(topk_ids_TK.shape[-1])
-        row_counts, found = None, (None, None) if repeated else self._begin(hidden_TD, topk_ids_TK)
-        slots_TK, counts = found
-        # Nothing counts again, and metadata that is known is used again.
-        metadata = self._in_flight.repeated(topk_ids_TK) if repeated else None
-        with phase("route", "F", index, epoch):
-            if metadata is None and slots_TK is None:
-                slots_TK, row_counts = self._slots(topk_ids_TK, counts)
-        dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
-        begin = self.expert_clock.mark() if self.expert_clock.on and training else None
-        with phase("dispatch", "F", index, epoch):
-            if metadata is None:
-                assert slots_TK is not None
-                metadata = dispatcher.plan(slots_TK, row_counts)
-            dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
-        with phase("compute", "F", index, epoch), self._one_at_a_time:
-            out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
-        with phase("combine", "F", index, epoch):
-            learns, places = torch.is_grad_enabled() and out_MD.requires_grad, dispatched.metadata
-            in_flight = self._in_flight.track(topk_ids_TK, places, learns=learns, training=training, repeated=repeated)
-            combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
-        if begin is not None:
-            self.expert_clock.forward_ends(begin)
-        return combined_TD
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> tuple[Tensor | None, Counted | None]:
         """Begin a forward that repeats none, and count its load; returns slots, or counts of each expert, or neither,
@@ -177,11 +170,13 @@ class ExpertParallelLayer(CountedLayer):
             return None, None
         return count_and_map(topk_ids_TK, self._table.home_of_experts(self.index), counts_E, real_T), None
 
-    def _slots(self, topk_ids_TK: Tensor, counts: Counted | None) -> tuple[Tensor, RowCounts | None]:
+    def _slots(
+        self, topk_ids_TK: Tensor, slots_TK: Tensor | None, counts: Counted | None
+    ) -> tuple[Tensor, RowCounts | None]:
         """The slot of each choice, and how many rows go where if the split was made on the host."""
         splitter = self._splitter
-        if splitter is None:
-            return self._table.slots(self.index, topk_ids_TK), None
+        if slots_TK is not None or splitter is None:
+            return self._table.slots(self.index, topk_ids_TK) if slots_TK is None else slots_TK, None
         counts_E, begins = counts or splitter.counts(topk_ids_TK)
         return splitter.route(self.index, topk_ids_TK, self._dispatcher.gather_counts(counts_E), begins)
 

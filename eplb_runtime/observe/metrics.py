@@ -6,10 +6,10 @@ MaxVio as in the paper on balancing without an auxiliary loss, balancedness as s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from ..load.clock import Progress
 from ..utils.text import counted
 from .run_state import LINKS, RunState
+
+if TYPE_CHECKING:
+    from ..balancer.balancer import Balancer
 
 PREFIX = "eplb_"
 NOT_INSTALLED = "prometheus_client is not installed on rank 0: pip install 'eplb-runtime[metrics]'"
@@ -59,6 +62,13 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
 def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
     """Return the metrics without a layer or rank, for trackers: ``imbalance/measured/mean`` and so on."""
     return _flat(metrics_of(state, progress, 0.0))
+
+
+def track(balancer: Balancer, log: Callable[[int, Mapping[str, float]], object]) -> None:
+    """Call ``log(step, {"imbalance/measured/mean": 1.2, ...})`` after each decision from now on, on a thread of its
+    own. One that raises is warned of and called again. On other ranks than the first it does nothing."""
+    if balancer.shown is not None:
+        balancer.shown.track(log)
 
 
 def balance_of(state: RunState) -> dict[str, float]:
@@ -202,7 +212,7 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
     ``balance``: of the newest measurement, by the field's names. Moved experts and bytes: between ranks, in one EP
     group. ``placed_replicas``: replica slots that were given another expert. ``predictions``: None: no plan was judged.
     ``rollouts``: those in which the balancer was suspended. ``steps``: the newest. All else is of the state's ``lives``
-    (starts of the job), but for predictions where ``judged_before``.
+    (starts of the job), but ``predictions``, which are of the last one.
     """
     with state.lock:
         windows = sum(point["windows"] for point in state.curve)
@@ -226,7 +236,6 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
             "pause_seconds": state.pause_seconds,
             "saved_seconds": {"predicted": state.promised_seconds, "measured": state.saved_seconds},
             "predictions": state.predictions,
-            "judged_before": state.judged_before,
             "expert_work": {"share": state.share.value, "source": state.share.source},
             "guard_findings": state.findings,
             "pauses": state.pauses,
@@ -269,5 +278,4 @@ def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
     look = "BalancerConfig(run=FOLDER) keeps all of it" if run is None else f"eplb-runtime report {run} shows all of it"
     sure = f"{expert_work_text(work['share'], work['source'])}; "
     sure += predictions_text(summary["predictions"]) or "no prediction could be checked: too few to be sure"
-    sure += lives * summary["judged_before"]
     return f"{line}\n  about {abs(saved):.3g} s {'lost' if saved < 0 else 'saved'}: {sure}\n  {look}{troubles}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..events import Event, LoadMeasured
 from ..load.clock import SAMPLED_STEPS, ExpertClock, SampledStep, StepClock, median_time
 from ..load.counter import HostCopy, LoadCounter, aggregate, in_recompute
 from ..load.series import NAME, RecordedJob, first_line, line_of, shape_recorded
@@ -24,16 +25,15 @@ from .events_file import LineFile
 
 logger = logging.getLogger("eplb_runtime")
 
-MOST_WAITING = 64
-"""Measurements that wait for the disk; more are left out."""
-WRITING_SECONDS, CLOSING_SECONDS = 10.0, 30.0
-"""Longest wait at the end for the disk, and for the other ranks."""
+MOST_WAITING, CLOSING_SECONDS = 64, 30.0
+"""Measurements that wait for the disk or for other ranks, with more of which recording ends; the longest wait at its
+end."""
 SeeChoices = Callable[[Tensor, int, int], None]
 """Called with a forward's choices in a layer, int64 ``[T, K]`` or bool ``[T, E]``, columns of a token, and K."""
 
 
 class Recorder:
-    """Appends to the series of a run, on a thread of its own; a disk that is full, slow or gone does not stop training.
+    """Appends to the series of a run; a disk that is full or gone does not stop training.
 
     Args:
         run: folder of the run.
@@ -50,34 +50,35 @@ class Recorder:
                 raise FileError("it holds the load of {} layers of {} experts, not {} of {}".format(*before, *now))
         except FileError as error:
             raise FileError(f"{run}: {error}; or name another folder for this run") from None
-        self.run, self._ended = run, ""
-        self._file = LineFile(run / NAME, first_line(num_layers, num_experts, job))
-        self._worker = Worker("eplb_runtime recorder")
+        self.run, self._expert_bytes = run, 0 if job is None else job.expert_bytes
+        self._file: LineFile | None = LineFile(run / NAME, first_line(num_layers, num_experts, job))
+
+    def hear(self, event: Event) -> None:
+        """Add the load of a balancer's decision; a listener of its events."""
+        if isinstance(event, LoadMeasured) and event.load is not None:
+            share = event.moe_share if event.moe_share_source == "measured" else None
+            known = RecordedJob(
+                optimizer_bytes=max(0, event.home_bytes - self._expert_bytes),  # 0 before the first step
+                step_seconds=event.step_seconds,
+                expert_seconds=(share or 0.0) * event.step_seconds,
+                imbalance=float(np.mean(event.imbalance)),
+            )
+            self.write(event.load, event.steps // len(event.load), known)
 
     def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
         """Add windows, ``[T, L, E]`` summed over ranks, of so many training steps each, and what has been measured of
-        the job. Never waits, never raises."""
-        if self._ended or self._worker.closed:
-            return
-        if self._worker.waiting >= MOST_WAITING:
-            logger.warning("%s: the disk is too slow: %d windows of load were not recorded", self.run, len(load_TLE))
-        else:
-            self._worker.submit(partial(self._append, load_TLE.copy(), steps, job))
+        the job. Never raises."""
+        try:
+            if self._file is not None:
+                self._file.write(line_of(load_TLE, steps, job))
+        except (OSError, FileError) as error:
+            self.close()
+            logger.warning("%s: load is not recorded any more: %s", self.run, error)
 
     def close(self) -> None:
-        """What was given is written, if the disk is quick enough."""
-        if not self._worker.closed:
-            self._worker.submit(self._file.close)
-            self._worker.close(WRITING_SECONDS)
-
-    def _append(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None) -> None:
-        if self._ended:
-            return
-        try:
-            self._file.write(line_of(load_TLE, steps, job))
-        except (OSError, FileError) as error:
-            self._ended = str(error)
-            logger.warning("%s: load is not recorded any more: %s", self.run, error)
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class Recording:
@@ -188,8 +189,12 @@ class Recording:
         self._counter.count(layer, chosen.detach(), self._real_tokens(chosen.shape[0]))
 
     def _flush(self) -> None:
-        copy = HostCopy(self._counter.take())
-        job = None
+        copy, job = HostCopy(self._counter.take()), None
+        if not self._failed and self._worker.waiting >= MOST_WAITING:
+            self._failed = True
+            logger.warning("load is not recorded any more: the disk is too slow, or another rank does not come")
+        if self._failed:
+            return
         if self._recorder is not None:
             if self._state_bytes is None:  # once: experts that are modules of their own have many tensors
                 self._state_bytes = self._optimizer_bytes()

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..load.clock import ExpertShare
-from ..load.series import RecordedJob, read_series
+from ..load.series import RecordedJob
 from ..utils.files import FileError
-from .events_file import Record, RecordError, holds_events, read_events
+from .events_file import Record, RecordError, read_events
 
 MOST_DECISIONS, MOST_TROUBLES = 400, 50
 MOST_POINTS = 600
@@ -49,7 +49,6 @@ class RunState:
             rows, float64 ``[L]``; None before.
         by_layer: float64 ``[3, L]``, imbalance before, predicted and bound of the newest plan; None before.
         predictions: of the newest decision, `_PREDICTIONS`; None: no plan could be judged yet.
-        judged_before: some of them may be of an earlier life of the job.
         share: of a step in expert work.
         placement, placement_before: int64 ``[L, P]``, now and before the newest rebalance.
         placed_at: step of the newest rebalance, or of the start.
@@ -65,7 +64,7 @@ class RunState:
         self.version = self.step = self.starts = self.epoch = self.placed_at = 0
         self.job: Record = {}
         self.time = 0.0
-        self.standing, self.cause, self.judged_before = "balancing", "", False
+        self.standing, self.cause = "balancing", ""
         self.measured: Record | None = None
         self.by_layer: NDArray[np.float64] | None = None
         self.predictions: dict[str, float] | None = None
@@ -177,7 +176,6 @@ class RunState:
         self.by_layer = None if by_layer is None else np.array(by_layer, dtype=np.float64)
         if record["judged_plans"] > 0:
             self.predictions = {name: float(record[name]) for name in _PREDICTIONS}
-            self.judged_before |= not self.decided or self.starts > 1
         self.decided[record["decision"], row["code"]] += 1
         self.phase_seconds["plan"] += float(record["plan_seconds"])
         self.decisions.append({**row, "outcome": "under way" if record["decision"] == "rebalance" else "stay"})
@@ -270,34 +268,6 @@ class JobRecord:
         """Return the record without windows of other numbers of steps: a last one, and those of an earlier job."""
         same_T = np.array([steps == self.steps_per_window for steps in self.steps_T] or [True] * len(self.load))
         return replace(self, load=self.load[same_T], steps_T=[self.steps_per_window] * int(same_T.sum()))
-
-
-def read_run(folder: Path) -> JobRecord:
-    """Read the folder of a run, or of ``eplb.record``.
-
-    Raises:
-        FileError: a file of the series is broken.
-        OSError: it cannot be read.
-    """
-    found = JobRecord(*read_series(folder))
-    if not holds_events(folder):
-        return found
-    try:
-        state = state_of_run(folder)
-    except FileError:
-        return found
-    # A class of links that the job did not have was not measured.
-    job, node = found.job, found.job.ranks_per_node
-    if node > 1:
-        job = replace(job, intra_node_bandwidth=state.job["intra_node_bandwidth"] / 1e9)
-    if job.ranks > node > 0:
-        job = replace(job, inter_node_bandwidth=state.job["inter_node_bandwidth"] / 1e9)
-    if state.measured is not None:
-        seconds = float(state.measured["step_seconds"])
-        job = replace(job, step_seconds=seconds, imbalance=float(state.measured["imbalance"].mean()))
-        if state.share.source == "measured":  # of the same time as the seconds of a step
-            job = replace(job, expert_seconds=state.share.value * seconds)
-    return replace(found, job=job)
 
 
 def state_of_run(run: Path) -> RunState:

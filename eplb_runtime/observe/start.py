@@ -22,7 +22,6 @@ from .events_file import NAME, LineFile, Record, job_record, record_of
 from .metrics import NOT_INSTALLED, Metric, balance_of, exposition, metrics_of, scalars_of, summary_of, summary_text
 from .page import Answer, PageServer, Route, finite, page, view_of
 from .run_state import RunState
-from .trackers import Tracker
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -95,7 +94,7 @@ class Observers:
             else:
                 self._failing.discard(name)
 
-    def track(self, tracker: Tracker) -> None:
+    def track(self, tracker: Callable[[int, Mapping[str, float]], object]) -> None:
         """Give it the numbers of each decision, on the observer's thread."""
 
         def sink(record: Record) -> None:

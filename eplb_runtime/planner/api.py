@@ -1,8 +1,6 @@
 """``plan``: checks the question, asks a policy, weighs the answer. What does not fit is refused in one line that says
 how to mend it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from numbers import Integral, Real

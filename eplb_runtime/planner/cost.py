@@ -6,8 +6,6 @@ of its bytes over the links plus a stall. Layers are judged one by one: a layer'
 others do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from numbers import Real
 

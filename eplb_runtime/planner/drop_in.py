@@ -4,8 +4,6 @@ Nothing is planned here. DeepSeek's, SGLang's and vLLM's planners differ in how 
 are asked.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def rebalance_experts(
-    weight: Tensor,
+    weight: "Tensor",
     num_replicas: int,
     num_groups: int | None,
     num_nodes: int,
     num_gpus: int,
     *,
     policy: str | None = None,
-    current: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    current: "Tensor | None" = None,
+) -> "tuple[Tensor, Tensor, Tensor]":
     """Plan all layers from scratch; the arguments and the results of deepseek-ai/EPLB's function of this name.
 
     Args:

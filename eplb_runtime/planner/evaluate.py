@@ -6,8 +6,6 @@ leaves a node of an expert's tokens is what the copies there do not take. Source
 ranks of a node send alike.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -4,8 +4,6 @@ A layer's forecast is the mean of its windows. Where other forecasters err surel
 weighed by the imbalance that they would have led to. All is judged on shares of tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

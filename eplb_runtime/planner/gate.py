@@ -8,11 +8,8 @@ Load that wanders makes every plan promise what it does not keep. Loads are coun
 have been without a plan can be computed afterwards, however often experts have moved since (`TrackRecord`).
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +39,6 @@ PRIOR = 0.1
 """Of an average plan that kept its promise: what is believed before anything is known."""
 LEAST = 0.02
 """Of the trust."""
-LARGEST, MOST_SAVED = 1e15, 100
-"""Magnitude of a saved number, and plans of a saved record."""
 
 
 def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
@@ -228,7 +223,7 @@ class TrackRecord:
     def judgement(self, seconds: float) -> dict[str, float]:
         """Return how many of the plans that are remembered were judged, by how many loads, a load once for each plan;
         and what they promised and kept, where imbalance (mean over layers) costs so many seconds."""
-        rows = self.saved()
+        rows = self._judged()
         return {
             "judged_plans": len(rows),
             "judged_decisions": int(sum(judged for _, _, judged, _ in rows)),
@@ -236,29 +231,14 @@ class TrackRecord:
             "true_seconds": seconds * sum(kept / judged for _, kept, judged, _ in rows),
         }
 
-    def saved(self) -> list[list[float]]:
-        """Judged plans as JSON-able rows: promised gain, sum of true gains, number of them, weight."""
+    def _judged(self) -> list[list[float]]:
+        """Return judged plans: promised gain, sum of true gains, number of them, weight."""
         return [[one.promised, one.kept, one.judged, one.weight] for one in self._promises if one.judged]
-
-    def resume(self, rows: Any) -> None:
-        """Go on from what `saved` gave. Restored plans keep their judgement and are not judged further.
-
-        Raises:
-            ValueError: it is something else; nothing is changed then.
-        """
-        try:
-            table = np.array(rows, dtype=np.float64).reshape(-1, 4)
-        except (TypeError, ValueError, OverflowError):
-            table = np.full((1, 4), np.nan)
-        least = [LEAST_PROMISE, -LARGEST, 1.0, np.nextafter(0.0, 1.0)]
-        if len(table) > MOST_SAVED or not ((table >= least) & (table <= [LARGEST, LARGEST, LARGEST, 1.0])).all():
-            raise ValueError("the saved record of predictions is broken")
-        self._promises = [_Promise(None, row[0], row[1], int(row[2]), row[3]) for row in table.tolist()]
 
     @property
     def trust(self) -> float:
         """The share of promised gains that came true lately, in ``[LEAST, 1]``; 1 where nothing is known."""
-        rows = self.saved()
+        rows = self._judged()
         if not rows:
             return 1.0
         promised_N, kept_N, judged_N, weight_N = np.array(rows).T

@@ -5,8 +5,6 @@ in the share of slots that moves (points), on 24 rows of the families of ``tests
 each, of other seeds than its table. Rows that plan anew each window (AR(1), rotating, jumps) stray by 1 % by chance.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Questions to the planner and its answers: frozen values, and the error it raises."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal

@@ -13,34 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..moe.experts.slices import has_memory, is_sliced, local, version
+from ..moe.experts.slices import is_sliced, local, version
 
-Zeros = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-"""Makes memory of a shape, as `plan.RowTransport.zeros` does."""
-
-
-class ReplicaPool:
-    """Replica rows, or their gradients, that layers of equal shapes use in turn; with ``num_shards``, slices."""
-
-    def __init__(self, replica_slots: int, zeros: Zeros, num_shards: int = 1) -> None:
-        self._replica_slots = replica_slots
-        self._zeros = zeros
-        self.num_shards = num_shards
-        self._made: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
-
-    def rows(self, position: int, home: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[k, ...]`` for a layer's tensor number ``position``; zeros at first."""
-        key = (position, self._shape(home), dtype)
-        if key not in self._made:
-            self._made[key] = self._zeros((self._replica_slots, *self._shape(home)), dtype, local(home).device)
-        return self._made[key]
-
-    def own_rows(self, home: Tensor, dtype: torch.dtype) -> Tensor:
-        """As ``rows``, for one layer alone, not carried by a transport."""
-        return local(home).detach().new_zeros((self._replica_slots, *self._shape(home)), dtype=dtype)
-
-    def _shape(self, home: Tensor) -> torch.Size:
-        return slice_of_row(local(home), self.num_shards).shape[1:]
+GradientPool = dict[tuple[int, Sequence[int], torch.dtype], Tensor]
+"""Rows in which gradients of replicas leave, by number, shape and dtype of the tensor: layers use them in turn."""
 
 
 def slice_of_row(rows: Tensor, num_shards: int, shard: int = 0) -> Tensor:
@@ -57,7 +33,7 @@ class ReplicaBank:
     Args:
         homes: home rows ``[H, ...]`` per tensor, or this rank's slices of them; then replicas are slices, too.
         replica_slots: k, rows for replicas (zeros until they are refreshed).
-        zeros: makes memory for replicas, unless ``rows`` has it.
+        zeros: makes memory for replicas and their gradients, as `plan.PointToPoint.zeros` does.
         gradients: memory for gradients of replicas, shared by the banks of one `ReplicaSync`. None: inference.
         num_shards: D, ranks over which each rank's homes are divided (`distributed.ranks.Job.dp_shard_degree`):
             ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
@@ -67,28 +43,34 @@ class ReplicaBank:
         self,
         homes: Sequence[nn.Parameter],
         replica_slots: int,
-        zeros: Zeros,
-        gradients: ReplicaPool | None,
+        zeros: Callable[[Sequence[int], torch.dtype, torch.device], Tensor],
+        gradients: GradientPool | None,
         num_shards: int = 1,
     ) -> None:
         self.homes_per_rank = local(homes[0]).shape[0] * num_shards
-        self.replica_slots = replica_slots
         self.is_sliced = is_sliced(homes[0])
-        self.parameters = [home if self.is_sliced else _in_one_piece(home) for home in homes]
+        shapes = [(replica_slots, *slice_of_row(local(p), num_shards).shape[1:]) for p in homes]
         self.slots: list[Tensor] = []
         if self.is_sliced:  # the homes stay where they are: FSDP has its own memory for whole ones
-            own = ReplicaPool(replica_slots, zeros, num_shards)
-            self.replicas = [own.rows(position, p, p.dtype) for position, p in enumerate(homes)]
+            self.parameters, given = list(homes), zip(shapes, homes, strict=True)
+            self.replicas = [zeros(shape, p.dtype, local(p).device) for shape, p in given]
         else:  # replica rows follow the homes in one tensor, which a grouped GEMM reads without a copy
-            self.slots = [_with_rows(p.detach(), replica_slots, zeros) for p in homes]
+            for p in homes:
+                self.slots.append(zeros((self.homes_per_rank + replica_slots, *p.shape[1:]), p.dtype, p.device))
+                self.slots[-1][: self.homes_per_rank] = p.detach()
             self.replicas = [slots[self.homes_per_rank :] for slots in self.slots]
             self.parameters = [
                 nn.Parameter(slots[: self.homes_per_rank], requires_grad=p.requires_grad)
                 for slots, p in zip(self.slots, homes, strict=True)
             ]
-        self._pool = gradients
         self._trained = [position for position, p in enumerate(homes) if gradients is not None and p.requires_grad]
-        self._leaving = [self._gradient_rows_of(position) for position in self._trained]
+        self._leaving: list[Tensor] = []
+        for position in self._trained:
+            assert gradients is not None
+            key = position, shapes[position], accumulation_dtype(homes[position])
+            if key not in gradients:
+                gradients[key] = zeros(*key[1:], local(homes[position]).device)
+            self._leaving.append(gradients[key])
         self._held: list[Tensor] = []
         self._noted: list[tuple[int, ...] | None] = []
         self._noted_after_pass = False
@@ -113,12 +95,10 @@ class ReplicaBank:
         is in the pool's rows, which no other layer may use until it has left. RuntimeError: gradients were rewritten
         meanwhile."""
         if hold and not self._held:
-            self._held = [self._gradient_rows_of(position, own=True) for position in self._trained]
+            self._held = [torch.zeros_like(rows) for rows in self._leaving]
         for number, position in enumerate(self._trained):
-            new, leaving = gradients[position], self._leaving[number]
-            into = self._held[number] if hold else leaving
-            goes_on = self.unsent and (backward == self._backward or not self._discarded(number))
-            if not goes_on:
+            new, into = gradients[position], (self._held if hold else self._leaving)[number]
+            if not self.unsent or (backward != self._backward and self._discarded(number)):
                 into.zero_() if new is None else into.copy_(new)
                 continue
             if not hold:
@@ -126,7 +106,7 @@ class ReplicaBank:
             if new is not None:
                 into.add_(new)
         self.unsent, self._backward = hold, backward
-        self._note(after_pass=False)
+        self.note(after_pass=False)
 
     def release(self) -> None:
         """Put what was held back into the pool's rows, to leave; errors as for ``collect``."""
@@ -135,10 +115,11 @@ class ReplicaBank:
         self.unsent = False
 
     @torch.compiler.disable
-    def note(self) -> None:
+    def note(self, after_pass: bool = True) -> None:
         """A backward pass is over. The gradients of the homes are what belongs to what is held back here: nobody else
         may write them."""
-        self._note(after_pass=True)
+        self._noted = [_version(parameter) for parameter in self.trained()]
+        self._noted_after_pass = after_pass
 
     def holds_gradients(self) -> bool:
         """Return whether gradients are held back here that the optimizer is yet to see; errors as for ``collect``."""
@@ -147,14 +128,9 @@ class ReplicaBank:
     def free(self) -> int:
         """Free the memory of replicas and their gradients; homes that share it get memory of their own. Returns the
         freed bytes."""
-        self._held = []
-        freed = 0
+        self._held, freed = [], 0
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
-            if not _is_resizable(slots):
-                continue
-            if _shares_storage(parameter, slots):
-                if not has_memory(parameter):
-                    raise RuntimeError("weights of experts have no memory any more, and replicas lie behind them")
+            if _is_resizable(slots) and _shares_storage(parameter, slots):
                 parameter.data = parameter.detach().clone()
             freed += _free(slots)
         return freed + sum(_free(rows) for rows in (*([] if self.slots else self.replicas), *self._leaving))
@@ -163,8 +139,7 @@ class ReplicaBank:
         """Take the memory that `free` has freed, for what the homes hold now. Replicas are zeros until refreshed."""
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
             if _shares_storage(parameter, slots):
-                needed = slots.numel() * slots.element_size()
-                if slots.untyped_storage().nbytes() < needed:
+                if slots.untyped_storage().nbytes() < slots.nbytes:
                     raise RuntimeError(
                         "weights of experts were loaded into memory that replicas lie in, and cut it short"
                     )
@@ -176,10 +151,6 @@ class ReplicaBank:
                 parameter.data = slots[: self.homes_per_rank]
         for rows in (*([] if self.slots else self.replicas), *self._leaving):
             _take(rows)
-
-    def _note(self, *, after_pass: bool) -> None:
-        self._noted = [_version(parameter) for parameter in self.trained()]
-        self._noted_after_pass = after_pass
 
     def _discarded(self, number: int) -> bool:
         """Return whether the gradient that what is held back belongs to is gone; RuntimeError: it was changed in
@@ -200,12 +171,6 @@ class ReplicaBank:
             )
         )
 
-    def _gradient_rows_of(self, position: int, own: bool = False) -> Tensor:
-        assert self._pool is not None
-        parameter = self.parameters[position]
-        dtype = accumulation_dtype(parameter)
-        return self._pool.own_rows(parameter, dtype) if own else self._pool.rows(position, parameter, dtype)
-
 
 def _is_resizable(rows: Tensor) -> bool:
     """Return whether these rows are all of their storage, and torch may give it another size."""
@@ -218,10 +183,9 @@ def _shares_storage(parameter: Tensor, slots: Tensor) -> bool:
 
 
 def _free(rows: Tensor) -> int:
-    nbytes = rows.untyped_storage().nbytes()
-    if not nbytes or not _is_resizable(rows):
-        return 0
-    rows.untyped_storage().resize_(0)
+    nbytes = rows.untyped_storage().nbytes() if _is_resizable(rows) else 0
+    if nbytes:
+        rows.untyped_storage().resize_(0)
     return nbytes
 
 
@@ -229,20 +193,6 @@ def _take(rows: Tensor) -> None:
     if not rows.untyped_storage().nbytes():
         rows.untyped_storage().resize_(rows.nbytes)
         rows.zero_()
-
-
-def _in_one_piece(home: nn.Parameter) -> nn.Parameter:
-    """Rows leave from where they are, so each must lie in one piece: a transposed tensor becomes a new Parameter."""
-    if home.is_contiguous():
-        return home
-    return nn.Parameter(home.detach().contiguous(), requires_grad=home.requires_grad)
-
-
-def _with_rows(homes: Tensor, replica_slots: int, zeros: Zeros) -> Tensor:
-    """``[H, ...]`` -> ``[H + k, ...]``: homes, and rows for copies behind them."""
-    rows = zeros((len(homes) + replica_slots, *homes.shape[1:]), homes.dtype, homes.device)
-    rows[: len(homes)] = homes
-    return rows
 
 
 def _version(parameter: Tensor) -> tuple[int, ...] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..distributed.consensus import all_gather_into, gather_rows
-from ..moe.experts.compute import Compute, LocalExperts, SlotCounts, run_rows
+from ..moe.experts.compute import LocalExperts, SlotCounts, run_rows
 from ..moe.experts.slices import with_divided_gradients
 from ..utils.checksums import as_bytes
 from ..utils.spans import phase
@@ -22,97 +22,46 @@ from .sync import ReplicaSync
 Edges = Sequence[tuple[Any, int]]
 
 
-class LocalReplicas(LocalExperts):
-    """A layer with replicas, which ``sync`` keeps equal to their homes."""
+class PersistentReplicas(LocalExperts):
+    """A layer with replicas that lie behind their rank's homes; ``sync`` refreshes them after each step."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        parameters: Callable[[], Sequence[Tensor]],
-        divisor: float,
-        layer: int,
-        bank: ReplicaBank,
-        sync: ReplicaSync,
-    ) -> None:
-        super().__init__(compute, parameters, divisor)
+    def __init__(self, *experts: Any, layer: int, bank: ReplicaBank, sync: ReplicaSync) -> None:
+        super().__init__(*experts)
         self._layer, self._bank, self._sync = layer, bank, sync
-
-    @abstractmethod
-    def slots(self, homes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the rows to compute with, replicas' among them, per tensor."""
-
-    @abstractmethod
-    def collect(self, gradients: Sequence[Tensor], edges: Edges) -> Sequence[Tensor | None]:
-        """Hand over what `slots` have got; returns the gradients of the home parameters."""
-
-
-class PersistentReplicas(LocalReplicas):
-    """Replicas that lie behind their rank's homes, refreshed after each step."""
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_homes(self._layer)
-        self._sync.wait(self._layer)
         slots = _WithReplicas.apply(self, *self._parameters())
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def slots(self, homes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the rows to compute with, replicas' among them, per tensor."""
+        self._sync.wait(self._layer)
         return self._bank.slots
 
     def collect(self, gradients: Sequence[Tensor], edges: Edges) -> Sequence[Tensor | None]:
+        """Hand over what `slots` have got; returns the gradients of the home parameters."""
         homes = self._bank.homes_per_rank
         self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients], edges)
         at_homes = [gradient[:homes] for gradient in gradients]
         return at_homes if self._divisor == 1 else [gradient / self._divisor for gradient in at_homes]
 
 
-class ReplicaGather:
-    """Gathers replicas from their shards over the EDP ranks, and sums gradients of whole ones to shards."""
-
-    def __init__(self, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._replica_group = replica_group
-        self._ranks = 1 if group is None else group.size()
-
-    def whole(self, slices: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Return ``[k, N, ...]`` per tensor from this rank's slices, in these dtypes. Collective over the group."""
-        shards = [rows.to(dtype) for rows, dtype in zip(slices, dtypes, strict=True)]
-        if self._group is None:
-            return shards
-        whole = [rows.new_empty((len(rows), rows.shape[1] * self._ranks, *rows.shape[2:])) for rows in shards]
-        works = [
-            all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
-            for into, rows in zip(whole, shards, strict=True)
-            for to, row in zip(into, rows, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        return whole
-
-    def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum ``[k, N, ...]`` over the ranks, in their order and this dtype: this rank's slice ``[k, N/D, ...]``.
-        Collective over both groups."""
-        summands = [gradient]
-        if self._group is not None:
-            leaving = torch.stack(gradient.chunk(self._ranks, dim=1))
-            arriving = torch.empty_like(leaving)
-            dist.all_to_all_single(as_bytes(arriving), as_bytes(leaving), group=self._group)
-            summands = list(arriving)
-        total = _sum([one.to(dtype) for one in summands])
-        return total if self._replica_group is None else _sum([*gather_rows(total.contiguous(), self._replica_group)])
-
-
-class ShardedReplicas(LocalReplicas):
+class ShardedReplicas(PersistentReplicas):
     """Replicas of experts that FSDP2 shards over the EDP ranks; each rank holds its shard of a replica, too.
 
     Whole replicas are gathered over EDP in a layer's forward and again in its backward, where the rows of replicas are
     recomputed (`torch.utils.checkpoint`, which brings back random numbers and autocast). FSDP gathers the homes into
-    memory of its own, so replicas are computed by a second call. Their gradients are summed over EDP, each rank takes
-    its shard of the sum, and `ReplicaSync` returns it to the home's.
+    memory of its own, so replicas are computed by a second call. Their gradients are summed over EDP (``group``, then
+    ``replica_group``), each rank takes its shard of the sum, and `ReplicaSync` returns it to the home's.
     """
 
-    def __init__(self, *arguments: Any, gather: ReplicaGather) -> None:
-        super().__init__(*arguments)
-        self._gather = gather
+    def __init__(
+        self, *experts: Any, group: dist.ProcessGroup | None, replica_group: dist.ProcessGroup | None, **of_layer: Any
+    ) -> None:
+        super().__init__(*experts, **of_layer)
+        self._group, self._replica_group = group, replica_group
+        self._ranks = 1 if group is None else group.size()
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_homes(self._layer)
@@ -132,28 +81,52 @@ class ShardedReplicas(LocalReplicas):
         return run_rows(self._compute, rows_MD, counts_S, _WithReplicas.apply(self, *homes), weights_M)
 
     def slots(self, homes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return this layer's replicas ``[k, N, ...]`` per tensor. Collective over EDP."""
+        """Return this layer's whole replicas ``[k, N, ...]`` per tensor. Collective over EDP."""
         self._sync.wait(self._layer)
+        shards = [rows.to(home.dtype) for rows, home in zip(self._bank.replicas, homes, strict=True)]
+        if self._group is None:
+            return shards
         with phase("gather copies", "", self._layer):
-            return self._gather.whole(self._bank.replicas, [home.dtype for home in homes])
+            whole = [rows.new_empty((len(rows), rows.shape[1] * self._ranks, *rows.shape[2:])) for rows in shards]
+            works = [
+                all_gather_into(as_bytes(to), as_bytes(row), group=self._group, async_op=True)
+                for into, rows in zip(whole, shards, strict=True)
+                for to, row in zip(into, rows, strict=True)
+            ]
+            for work in works:
+                work.wait()
+        return whole
 
     def collect(self, gradients: Sequence[Tensor], edges: Edges) -> Sequence[Tensor | None]:
         """Collective over EDP; a rank without tokens adds zeros."""
         homes = self._bank.parameters
         if self._sync.takes(self._layer, edges):
             shards = [
-                self._gather.slice_of_sum(gradient, accumulation_dtype(home)) if home.requires_grad else None
+                self.slice_of_sum(gradient, accumulation_dtype(home)) if home.requires_grad else None
                 for gradient, home in zip(gradients, homes, strict=True)
             ]
             self._sync.collect(self._layer, shards, edges)
         return [None] * len(homes)
+
+    def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum ``[k, N, ...]`` over the ranks, in their order and this dtype: this rank's slice ``[k, N/D, ...]``.
+        Collective over both groups."""
+        summands = [gradient]
+        if self._group is not None:
+            leaving = torch.stack(gradient.chunk(self._ranks, dim=1))
+            arriving = torch.empty_like(leaving)
+            dist.all_to_all_single(as_bytes(arriving), as_bytes(leaving), group=self._group)
+            summands = list(arriving)
+        total = reduce(torch.add, [one.to(dtype) for one in summands])
+        of_all = [total] if self._replica_group is None else [*gather_rows(total.contiguous(), self._replica_group)]
+        return reduce(torch.add, of_all)
 
 
 class _WithReplicas(torch.autograd.Function):
     """Home parameters -> rows with replicas, whose gradients go home by `ReplicaSync`."""
 
     @staticmethod
-    def forward(ctx: Any, layer: LocalReplicas, *homes: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layer: PersistentReplicas, *homes: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.layer = layer
         slots = tuple(rows.view_as(rows) for rows in layer.slots(homes))
         ctx.mark_non_differentiable(*(rows for rows, home in zip(slots, homes, strict=True) if not home.requires_grad))
@@ -163,10 +136,3 @@ class _WithReplicas(torch.autograd.Function):
     @torch.compiler.disable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.layer.collect(gradients, ctx.next_functions)
-
-
-def _sum(summands: Sequence[Tensor]) -> Tensor:
-    total, *others = summands
-    for other in others:
-        total += other
-    return total

@@ -17,20 +17,22 @@ this process's work on the GPU with an error, as NCCL's watchdog does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.transports.symmetric import LEAST_CHANNELS, NodeMemory
-from .plan import Row, RowStage, RowTransport, Waiting
+from .plan import PointToPoint, Row, RowStage
 
 MOST_DEPTH = 32
 """Stages that are under way at once, of weights and of gradients."""
 _GO, _DONE = 0, 1
-_SIGNALS = 2
 
 
 class CopyStream:
@@ -55,16 +57,16 @@ class CopyStream:
         return lambda: torch.cuda.current_stream(device).wait_event(ended)
 
 
-class CopyEngine(RowTransport):
-    """Rows between ranks of this node, the first of which is ``first``, by copy engines; ``inter_node`` carries the
-    rest."""
+class CopyEngine(PointToPoint):
+    """Rows between ranks of this node, the first of which is ``first``, by copy engines; the rest as messages."""
 
-    def __init__(self, memory: NodeMemory, first: int, device: torch.device, inter_node: RowTransport) -> None:
-        self._memory = memory
-        self._node = range(first, first + memory.size)
-        self._inter_node = inter_node
+    def __init__(
+        self, memory: NodeMemory, first: int, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int]
+    ) -> None:
+        super().__init__(group, ranks)
+        self._memory, self._node = memory, range(first, first + memory.size)
         depth = min(MOST_DEPTH, memory.channels // LEAST_CHANNELS)
-        self._queues = [_Queue(memory, CopyStream(device), depth, down * _SIGNALS * depth) for down in (0, 1)]
+        self._queues = [_Queue(memory, CopyStream(device), depth, down * 2 * depth) for down in (0, 1)]
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._memory.zeros(shape, dtype, device)
@@ -83,38 +85,26 @@ class CopyEngine(RowTransport):
             copy = (there, row.local) if down else (row.local, there)
             children.setdefault(row.rank - self._node.start, []).append(copy)
         parents = tuple(dict.fromkeys(row.rank - self._node.start for row in of_parents))
-        return _Stage(self._queues[down], parents, children, self._inter_node.stage(layer, down, number, *far))
-
-    def post(self, stages: Sequence[RowStage]) -> list[Sequence[Waiting]]:
-        own = [stage for stage in stages if isinstance(stage, _Stage)]
-        far = self._inter_node.post([stage.far for stage in own])
-        return [[stage.queue.post(stage), *works] for stage, works in zip(own, far, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Stage(RowStage):
-    """Parents of this rank's replicas, children with what is copied into and from, and what leaves the node."""
-
-    queue: _Queue
-    parents: tuple[int, ...]
-    children: dict[int, list[tuple[Tensor, Tensor]]]
-    far: RowStage
-
-    def post(self) -> Sequence[Waiting]:
-        return [self.queue.post(self), *self.far.post()]
+        by_copies = partial(self._queues[down].post, parents, children)
+        return replace(super().stage(layer, down, number, *far), by_copies=[by_copies])
 
 
 @dataclass
 class _Exchange:
-    """One stage under way; ``arrived`` makes the current stream wait for this rank's own copying."""
+    """A stage under way: parents of this rank's replicas, children with what is copied into and from, and its first
+    channel. ``arrived`` makes the current stream wait for this rank's own copying."""
 
-    number: int
-    stage: _Stage
+    queue: _Queue
+    parents: Sequence[int]
+    children: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
+    channel: int
     arrived: Callable[[], object] | None = None
     over: bool = False
 
     def wait(self) -> None:
-        self.stage.queue.wait(self)
+        """End all up to this one."""
+        while not self.over:
+            self.queue.end_first()
 
 
 @dataclass
@@ -126,42 +116,33 @@ class _Queue:
     depth: int
     first_channel: int
     posted: int = 0
-    in_flight: deque[_Exchange] = field(default_factory=deque)
-    to_begin: deque[_Exchange] = field(default_factory=deque)
+    under_way: deque[_Exchange] = field(default_factory=deque)
 
-    def post(self, stage: _Stage) -> _Exchange:
-        exchange = _Exchange(self.posted, stage)
+    def post(self, parents: Sequence[int], children: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> _Exchange:
+        exchange = _Exchange(self, parents, children, self.first_channel + 2 * (self.posted % self.depth))
         self.posted += 1
-        self.to_begin.append(exchange)
+        self.under_way.append(exchange)
         self._begin()
         return exchange
 
-    def wait(self, exchange: _Exchange) -> None:
-        """End all up to this one."""
-        while not exchange.over:
-            first = self.in_flight.popleft()
-            for parent in first.stage.parents:
-                self.memory.wait(parent, self._channel(first, _DONE))
-            assert first.arrived is not None
-            first.arrived()
-            first.over = True
-            self._begin()
+    def end_first(self) -> None:
+        first = self.under_way.popleft()
+        for parent in first.parents:
+            self.memory.wait(parent, first.channel + _DONE)
+        assert first.arrived is not None
+        first.arrived()
+        first.over = True
+        self._begin()
 
     def _begin(self) -> None:
-        while self.to_begin and len(self.in_flight) < self.depth:
-            exchange = self.to_begin.popleft()
-            self.in_flight.append(exchange)
-            exchange.arrived = self.side.begin(lambda exchange=exchange: self._copy(exchange))  # type: ignore[misc]
+        for exchange in islice(self.under_way, self.depth):
+            exchange.arrived = exchange.arrived or self.side.begin(partial(self._copy, exchange))
 
     def _copy(self, exchange: _Exchange) -> None:
-        go, done = self._channel(exchange, _GO), self._channel(exchange, _DONE)
-        for parent in exchange.stage.parents:
-            self.memory.put(parent, go)
-        for child, copies in exchange.stage.children.items():
-            self.memory.wait(child, go)
+        for parent in exchange.parents:
+            self.memory.put(parent, exchange.channel + _GO)
+        for child, copies in exchange.children.items():
+            self.memory.wait(child, exchange.channel + _GO)
             for into, source in copies:
                 into.copy_(source, non_blocking=True)
-            self.memory.put(child, done)
-
-    def _channel(self, exchange: _Exchange, signal: int) -> int:
-        return self.first_channel + _SIGNALS * (exchange.number % self.depth) + signal
+            self.memory.put(child, exchange.channel + _DONE)

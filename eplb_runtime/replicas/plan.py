@@ -7,19 +7,23 @@ home. Gradients go up the same way. So an expert's weights enter each node once,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..moe.experts.slices import local
 from ..placement import EMPTY, HomeRows
 from .bank import ReplicaBank, slice_of_row
+
+_TAGS_PER_STAGE = 1 << 12
 
 
 class Row(NamedTuple):
@@ -39,33 +43,50 @@ class Waiting(Protocol):
         stream does next."""
 
 
-class RowStage(ABC):
-    """Rows that travel together, built once for each placement. All ranks of the group post the same stages of the same
-    layers in the same order, also those that have no rows in one."""
+@dataclass(frozen=True)
+class RowStage:
+    """Rows that travel together, built once for each placement: messages, and what begins rows that need none."""
 
-    @abstractmethod
-    def post(self) -> Sequence[Waiting]:
-        """Begin; what leaves has been computed by the current stream."""
+    operations: list[dist.P2POp]
+    by_copies: Sequence[Callable[[], Waiting]] = ()
 
 
-class RowTransport(ABC):
-    """One way between the ranks that have each row of an expert tensor once."""
+class PointToPoint:
+    """Rows between the ranks that have each row of an expert tensor once, by torch.distributed (gloo or NCCL). The
+    group is used by nothing else. All its ranks post the same stages of the same layers in the same order, also those
+    that have no rows in one; both ends of a message put it into the same stage, as NCCL demands."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, ranks
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for rows of replicas and for their gradients, on this rank: where `Row.at_replica` lies."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def open(self) -> None:  # noqa: B027 (not all have anything to open)
+    def open(self) -> None:
         """Open all memory. Collective."""
 
-    @abstractmethod
     def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
         """Return a stage, 0 or 1, of a layer's weights (``down``) or gradients; both ends list the rows between them in
         the same order."""
+        operations, first_tag = [], ((2 * layer + (not down)) * 2 + number) * _TAGS_PER_STAGE
+        for kind, rows in ((dist.isend, sends), (dist.irecv, receives)):
+            count = Counter[int]()  # several stages are in flight at once, and a pair may exchange several rows
+            for row in rows:
+                as_bytes, tag = row.local.reshape(-1).view(torch.uint8), first_tag + count[row.rank]
+                operations.append(dist.P2POp(kind, as_bytes, self._ranks[row.rank], self._group, tag=tag))
+                count[row.rank] += 1
+        return RowStage(operations)
 
     def post(self, stages: Sequence[RowStage]) -> list[Sequence[Waiting]]:
-        """Post stages of several layers at once; returns what each waits for."""
-        return [stage.post() for stage in stages]
+        """Post stages as one group of messages; what leaves has been computed by the current stream. Returns what each
+        waits for: NCCL has one thing for all, gloo one for each message."""
+        operations = [operation for stage in stages for operation in stage.operations]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        ends = accumulate((len(stage.operations) for stage in stages), initial=0)
+        of_each = [works[begin:end] for begin, end in pairwise(ends)]
+        of_each = of_each if len(works) == len(operations) else [works] * len(stages)
+        return [[*(begin() for begin in s.by_copies), *own] for s, own in zip(stages, of_each, strict=True)]
 
 
 class Child(NamedTuple):
@@ -104,11 +125,6 @@ class ReplicaPlan:
     additions: Sequence[tuple[Tensor, Tensor]] = ()
     at_homes: Sequence[Child] = ()
 
-    @property
-    def anywhere(self) -> bool:
-        """Return whether any rank has replicas."""
-        return bool(self.weights)
-
 
 def tree_of(
     home_RK: NDArray[np.integer], slots_per_rank: int, ranks_per_node: int
@@ -146,7 +162,7 @@ class ReplicaPlanner:
         arrival_memory: returns memory for a child's gradient, from the child's number, the tensor's, and the parameter.
     """
 
-    transport: RowTransport
+    transport: PointToPoint
     rank: int
     num_shards: int
     ranks_per_node: int
@@ -157,7 +173,7 @@ class ReplicaPlanner:
         """Plan a layer's exchange; ``home_RK``: home slot of the expert in each replica slot, or `EMPTY`."""
         if not (home_RK != EMPTY).any():
             return ReplicaPlan()
-        (ep_rank, shard), stage = divmod(self.rank, self.num_shards), self.transport.stage
+        ep_rank, shard = divmod(self.rank, self.num_shards)
         parent_RK, on_RK = tree_of(home_RK, home_rows.slots_per_rank, self.ranks_per_node)
         above_RK = np.where(on_RK == EMPTY, home_rows.rank_of(home_RK), parent_RK * self.num_shards + shard)
         above_RK[home_RK == EMPTY] = EMPTY
@@ -171,60 +187,40 @@ class ReplicaPlanner:
                 arrivals = [self.arrival_memory(len(children), at, p) for at, p in enumerate(bank.trained())]
                 children.append(Child(there * self.num_shards + part, replica, on, row, part, arrivals))
 
-        def mine(in_stage_K: NDArray[np.bool_]) -> list[tuple[int, int]]:
-            """Return this rank's replica slots of a stage, and the ranks of their parents."""
-            due_K = np.flatnonzero(in_stage_K & (home_RK[ep_rank] != EMPTY))
-            return [(int(replica), int(above_RK[ep_rank, replica])) for replica in due_K]
+        def stage_of(down: bool, number: int) -> RowStage:
+            """Weights of replicas that hang on replicas, and gradients of those that others hang on, are in stage 1."""
+            of_replica, later_RK = (bank.replica_rows, hangs_RK) if down else (bank.gradient_rows, has_children_RK)
+            with_children = [
+                Row(child.rank, *rows)
+                for child in children
+                if later_RK[child.rank // self.num_shards, child.replica] == number
+                for rows in zip(
+                    self._weights(bank, child) if down else child.arrivals, of_replica(child.replica), strict=True
+                )
+            ]
+            due_K = np.flatnonzero((later_RK[ep_rank] == number) & (home_RK[ep_rank] != EMPTY)).tolist()
+            with_parents = [Row(int(above_RK[ep_rank, k]), row, row) for k in due_K for row in of_replica(k)]
+            both = (with_children, with_parents) if down else (with_parents, with_children)
+            return self.transport.stage(layer, down, number, *both)
 
-        weights, gradients = [], []
-        for number in range(1 + int(hangs_RK.any())):
-            sends = [
-                Row(child.rank, row, at_replica)
-                for child in children
-                if (child.on != EMPTY) == number
-                for row, at_replica in zip(self._weights(bank, child), bank.replica_rows(child.replica), strict=True)
-            ]
-            receives = [
-                Row(parent, row, row)
-                for replica, parent in mine(hangs_RK[ep_rank] == number)
-                for row in bank.replica_rows(replica)
-            ]
-            weights.append(stage(layer, True, number, sends, receives))
-            sends = [
-                Row(parent, row, row)
-                for replica, parent in mine(has_children_RK[ep_rank] == number)
-                for row in bank.gradient_rows(replica)
-            ]
-            receives = [
-                Row(child.rank, row, at_replica)
-                for child in children
-                if has_children_RK[child.rank // self.num_shards, child.replica] == number
-                for row, at_replica in zip(child.arrivals, bank.gradient_rows(child.replica), strict=True)
-            ]
-            gradients.append(stage(layer, False, number, sends, receives))
-        additions = [
-            pair
-            for child in children
-            if child.on != EMPTY
-            for pair in zip(bank.gradient_rows(child.on), child.arrivals, strict=True)
-        ]
-        return ReplicaPlan(weights, gradients, additions, [child for child in children if child.on == EMPTY])
+        numbers = range(1 + int(hangs_RK.any()))
+        hanging, at_homes = ([child for child in children if (child.on != EMPTY) == hangs] for hangs in (1, 0))
+        arrived = [(bank.gradient_rows(child.on), child.arrivals) for child in hanging]
+        additions = [pair for rows in arrived for pair in zip(*rows, strict=True)]
+        weights, gradients = ([stage_of(down, number) for number in numbers] for down in (True, False))
+        return ReplicaPlan(weights, gradients, additions, at_homes)
 
     def _weights(self, bank: ReplicaBank, child: Child) -> list[Tensor]:
         """Return the weights that a child gets from this rank, one row per tensor: live memory."""
         if child.on != EMPTY:
             return bank.replica_rows(child.on)
-        return [
-            _live_row(slice_of_row(local(parameter).detach(), self.num_shards, child.shard), child.home_row)
+        rows = [
+            slice_of_row(local(parameter).detach(), self.num_shards, child.shard)[child.home_row]
             for parameter in bank.parameters
         ]
-
-
-def _live_row(rows: Tensor, row: int) -> Tensor:
-    """Return a row in place; raises ValueError if it is not contiguous, since a copy would grow stale."""
-    if not rows[row].is_contiguous():
-        raise ValueError(
-            f"experts of shape {list(rows.shape[1:])} do not lie in one piece, and their copies are read from there: "
-            "make the weights contiguous() before fully_shard and attach"
-        )
-    return rows[row]
+        if odd := [list(row.shape) for row in rows if not row.is_contiguous()]:  # a copy would grow stale
+            raise ValueError(
+                f"experts of shape {odd[0]} do not lie in one piece, and their copies are read from there: make the "
+                "weights contiguous() before fully_shard and attach"
+            )
+        return rows

@@ -1,11 +1,8 @@
-"""Keep copies and homes together: weights from home to copies, gradients from copies to home.
+"""Keep copies and homes together: weights from home to copies, gradients from copies to home, along trees (`plan.py`).
 
-Both go along trees (`plan.py`), in stages whose order every rank derives from the placement. Sums are in float32
-(float64 for float64 weights) and in the order of the slots: timing changes nothing. All layers' weights are posted
-together after the optimizer's step. A layer's gradients leave when its backward is through and are added when the next
-layer's is: one exchange at a time is in flight, and overlaps the backward of the layers before it. Where FSDP slices
-experts, slices travel, and gradients leave after the backward pass, because FSDP may write those of the homes until its
-end.
+All layers' weights are posted together after the optimizer's step. A layer's gradients leave when its backward is
+through and are added when the next layer's is: one exchange at a time is in flight. Where FSDP slices experts, slices
+travel, and gradients leave after the backward pass, because FSDP may write those of the homes until its end.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from ..moe.routing.slots import BatchSplitter, SlotTable
 from ..placement import EMPTY, Placement
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype, are_accumulated, slice_of_row
-from .plan import Child, ReplicaPlan, ReplicaPlanner, RowStage, RowTransport, Waiting
+from .plan import Child, PointToPoint, ReplicaPlan, ReplicaPlanner, RowStage, Waiting
 
 
 class ReplicaSync:
@@ -37,30 +34,24 @@ class ReplicaSync:
     def __init__(
         self,
         banks: Mapping[int, ReplicaBank],
-        transport: RowTransport,
+        transport: PointToPoint,
         rank: int,
         gradient_divisor: float,
         ranks_per_node: int,
         num_shards: int,
         channels: MicroBatchChannels,
     ) -> None:
-        self._banks = banks
-        self._transport = transport
-        self._channels = channels
-        self._divisor = gradient_divisor
-        self._num_shards = num_shards
+        self._banks, self._transport, self._channels = banks, transport, channels
+        self._divisor, self._num_shards = gradient_divisor, num_shards
         self._planner = ReplicaPlanner(transport, rank, num_shards, ranks_per_node, self._arrival_memory)
         self._plans = dict.fromkeys(banks, ReplicaPlan())
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in banks.items()}
         self._versions: dict[int, list[tuple[int, ...]]] = {}
-        self._followed: dict[int, np.ndarray] = {}
-        self._pending: dict[int, Sequence[Waiting]] = {layer: [] for layer in banks}
-        self._to_hand_on: dict[int, Sequence[RowStage]] = {}
+        self._pending: dict[int, tuple[Sequence[Waiting], Sequence[RowStage]]] = {}  # posted, and to hand on then
         self._one_waits = {layer: RLock() for layer in banks}  # a signal's handler may close the balancer inside
         self._sent: tuple[int, ReplicaPlan, Sequence[Waiting]] | None = None
         self._held_gradients: dict[int, ReplicaPlan] = {}
-        self._deferring = False
-        self._handed_over = False
+        self._deferring = self._handed_over = False
         self._arrivals: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self._adds: Callable[[Tensor], None] = lambda parameter: None
         self.is_freed = False
@@ -74,23 +65,12 @@ class ReplicaSync:
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Make ready, on any thread, to take over a placement that differs in these layers; what is returned does it,
         and needs no more memory. Before homes are written, copies on their way must have arrived (`wait`)."""
-        home_rows, here = placement.home_rows(self._num_shards), [layer for layer in layers if layer in self._banks]
-        replicas_NRK, home_NE = placement.replicas_LRK[here], placement.require_homes()[here]
-        flat = (len(here), placement.num_ranks * placement.replica_slots)
-        home_NRK = np.take_along_axis(home_NE, np.maximum(replicas_NRK, 0).reshape(flat), axis=1)
-        home_NRK = np.where(replicas_NRK == EMPTY, EMPTY, home_NRK.reshape(replicas_NRK.shape))
-        followed = dict(zip(here, home_NRK, strict=True))
-        plans = {
-            layer: self._planner.plan(layer, self._banks[layer], home_RK, home_rows)
-            for layer, home_RK in followed.items()
-            if layer not in self._followed or not np.array_equal(self._followed[layer], home_RK)
-        }
-
-        def take_over() -> None:
-            self._followed.update(followed)
-            self._plans.update(plans)
-
-        return take_over
+        home_rows, home_LE, plans = placement.home_rows(self._num_shards), placement.require_homes(), {}
+        for layer in [layer for layer in layers if layer in self._banks]:
+            replicas_RK = placement.replicas_LRK[layer]
+            home_RK = np.where(replicas_RK == EMPTY, EMPTY, home_LE[layer][replicas_RK])
+            plans[layer] = self._planner.plan(layer, self._banks[layer], home_RK, home_rows)
+        return lambda: self._plans.update(plans)
 
     def free(self) -> int:
         """Free the memory of replicas and of what is kept for them; transfers are over, and no gradient is held back.
@@ -99,7 +79,6 @@ class ReplicaSync:
         self.abandon()
         self.is_freed = True
         self._plans = dict.fromkeys(self._banks, ReplicaPlan())  # they lead to live rows
-        self._followed.clear()
         self._held_gradients.clear()
         nbytes = sum(rows.nbytes for rows in self._arrivals.values())
         self._arrivals.clear()
@@ -136,7 +115,7 @@ class ReplicaSync:
 
     def has_copies(self, layer: int) -> bool:
         """Return whether any rank holds a copy of an expert of this layer."""
-        return self._plans[layer].anywhere
+        return bool(self._plans[layer].weights)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -146,26 +125,25 @@ class ReplicaSync:
         for layer in chosen:
             self.wait(layer)
             self._versions[layer] = self._versions_now(layer)
-        plans = {layer: self._plans[layer].weights for layer in chosen if self._plans[layer].anywhere}
+        plans = {layer: self._plans[layer].weights for layer in chosen if self.has_copies(layer)}
         with phase("refresh copies"):
-            self._pending.update(zip(plans, self._transport.post([first for first, *_ in plans.values()]), strict=True))
-        self._to_hand_on.update({layer: later for layer, (_, *later) in plans.items() if later})
+            posted = self._transport.post([first for first, *_ in plans.values()])
+        self._pending.update((layer, (works, plans[layer][1:])) for layer, works in zip(plans, posted, strict=True))
 
     def wait(self, layer: int) -> None:
         """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on. Two
         threads may wait, those of two batches at once."""
-        if not self._pending[layer] and layer not in self._to_hand_on:
+        if layer not in self._pending:
             return
         with self._one_waits[layer], phase("wait for copies", "", layer):
-            try:
-                for work in self._pending[layer]:
+            works, later = self._pending.get(layer, ((), ()))
+            self._pending[layer] = works, ()  # what fails is waited for again, and handed on no more
+            for work in works:
+                work.wait()
+            for stage in later:
+                for work in self._transport.post([stage])[0]:
                     work.wait()
-                for stage in self._to_hand_on.get(layer, []):
-                    for work in stage.post():
-                        work.wait()
-            finally:
-                self._to_hand_on.pop(layer, None)
-            self._pending[layer] = []
+            self._pending.pop(layer, None)
 
     def wait_all(self) -> None:
         for layer in self._banks:
@@ -202,8 +180,7 @@ class ReplicaSync:
         if self._handed_over:
             return
         # The engine calls them when this backward pass is over: then every gradient is whole.
-        callback = self._banks[layer].note if hold else self._finish
-        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._banks[layer].note if hold else self._finish)  # type: ignore[attr-defined]
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
         """Return whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
@@ -250,7 +227,7 @@ class ReplicaSync:
     def _post(self, gradients: RowStage) -> Sequence[Waiting]:
         """Post gradients, in the order of all that backward passes launch."""
         with self._channels.launching():
-            return gradients.post()
+            return self._transport.post([gradients])[0]
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -289,10 +266,10 @@ class ReplicaSync:
 
     def _arrival_memory(self, index: int, position: int, parameter: Tensor) -> Tensor:
         """Memory for one copy's gradient of one tensor, kept from layer to layer and step to step."""
-        shape = slice_of_row(local(parameter), self._num_shards).shape[1:]
-        key = (index, position, shape, accumulation_dtype(parameter))
+        shape, dtype = slice_of_row(local(parameter), self._num_shards).shape[1:], accumulation_dtype(parameter)
+        key = index, position, shape, dtype
         if key not in self._arrivals:
-            self._arrivals[key] = torch.empty(key[2], dtype=key[3], device=local(parameter).device)
+            self._arrivals[key] = torch.empty(shape, dtype=dtype, device=local(parameter).device)
         return self._arrivals[key]
 
 
@@ -311,9 +288,9 @@ class Maps:
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Make ready, all memory included, to follow a placement that differs in these layers; what is returned does
         it."""
-        ready = [self.table.prepare(placement, layers)]
-        if self.splitter is not None and self.replicas is not None:
-            ready += [self.splitter.prepare(placement, layers), self.replicas.prepare(placement, layers)]
+        ready = [
+            one.prepare(placement, layers) for one in (self.table, self.splitter, self.replicas) if one is not None
+        ]
 
         def follow() -> None:
             for take_over in ready:

@@ -4,8 +4,6 @@
 nothing, by how much a step would be shorter, and the verdict in words. No file formats and no printing here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

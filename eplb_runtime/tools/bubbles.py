@@ -4,8 +4,6 @@ A schedule is a table: for each rank, its steps in order. `follow` plays it; mes
 interleaved 1F1B and DualPipeV are `torch.distributed.pipelining`'s; 1F1B's is made here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -1,8 +1,6 @@
 """Parts of this machine that a job can use: versions, back ends, compiled code, and transports of experts, which are
 tried on the ranks that torchrun started, and how fast their links are."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time
@@ -57,7 +55,7 @@ def backends() -> tuple[Backend, ...]:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         nccl = f"version {version}, {torch.cuda.device_count()} devices"
     deep_ep, node_memory = deepep.why_not(), symmetric.why_not(torch.device("cuda"))
-    purpose = "tokens (dispatch='auto' takes it where ranks fit), experts, copies"
+    purpose = "tokens and experts, if asked for (dispatch='deepep', transport='deepep')"
     of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
     found = [
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),

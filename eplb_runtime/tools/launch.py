@@ -1,7 +1,5 @@
 """Process groups for commands: join the ranks that torchrun started, be the only one, or start some."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

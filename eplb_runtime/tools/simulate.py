@@ -5,8 +5,6 @@ judged window by window with the split that its layout really uses. Step times c
 :class:`StepModel`; they compare policies, they do not predict a cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

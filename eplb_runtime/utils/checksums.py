@@ -3,8 +3,6 @@
 On a GPU they are made there. No torch.distributed here.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 What is in a file is not this module's business.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

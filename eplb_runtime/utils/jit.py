@@ -5,8 +5,6 @@ named by a digest of all compiled sources of the package, and of those whose con
 update in place nothing old is ever loaded.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

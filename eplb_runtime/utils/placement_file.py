@@ -1,7 +1,5 @@
 """Placement files: fields of a placement as JSON; ``placement.py`` knows which of them fit together."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ They are ``eplb_runtime dispatch(F) layer=3 epoch=7``; `observe/traces` reads th
 costs a question and nothing else.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

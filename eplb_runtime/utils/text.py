@@ -1,7 +1,5 @@
 """Text of our messages: what other libraries say in one line, and tables for ``print`` in a training script."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterable, Sequence

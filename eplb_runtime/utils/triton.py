@@ -3,8 +3,6 @@
 Importing Triton takes a second, so only those with a GPU import such files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Threads of ours: one that does one thing after another, calls that end in time whatever becomes of it, and no part
 in a CUDA graph that the training thread captures."""
 
-from __future__ import annotations
-
 import ctypes
 import queue
 import sys

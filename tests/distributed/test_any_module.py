@@ -204,7 +204,7 @@ def drawn(rank: int) -> list[list[float]]:
         model = Drawing().double()
         start = shuffled(eplb.Placement.initial(1, 4, 2, slots), np.ones((1, 4))).with_epoch(0)
         layers = [eplb.MoE("experts", run="run", compute=model.compute)]
-        settings = config(replica_slots=slots, initial_placement=start, guard="warn", split_least_tokens=0)
+        settings = config(replica_slots=slots, initial_placement=start, guard="warn")
         balancer = eplb.attach(model, torch.optim.SGD(model.parameters()), layers=layers, config=settings)
         torch.manual_seed(rank)
         hidden, weights = torch.rand(32, 8).double(), torch.rand(32, 2).double()

@@ -38,7 +38,7 @@ def attached(placement: Shard | None, mesh: str = "edp", spread: bool = True, di
     if divided:
         experts_of(model)[0].set_gradient_divide_factor(1.0)
     fully_shard(model)
-    settings = {"dense_gradients": "host", "split_least_tokens": 64, **settings}
+    settings = {"dense_gradients": "host", **settings}
     return lambda: training.attach(model, torch.optim.AdamW(model.parameters()), ep_group=ep_group, **settings)
 
 

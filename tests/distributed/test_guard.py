@@ -116,19 +116,6 @@ def written(job: Run, step: int) -> None:
             job.model.lm_head.weight[-1, -1] += 1e-3
 
 
-def one_layer_late(job: Run, step: int) -> None:
-    """From the second step of an interval on; later another layer, too."""
-    for layer in (1,) * (step >= 4) + (2,) * (step >= 9):
-        job.model.model.layers[layer].eval()
-
-
-def without_the_experts(job: Run, step: int) -> None:
-    """Frozen parts in evaluation mode: all but the experts modules."""
-    job.model.eval()
-    for layer in job.model.model.layers:
-        layer.mlp.experts.train()
-
-
 def between_steps(job: Run, step: int) -> None:
     job.model.eval()
     with torch.set_grad_enabled(step == 0):
@@ -159,8 +146,6 @@ CASES = {
     "skipped on one rank": Case(1, begin=skipped, options={"interval": 1000, "timeout_seconds": training.DEADLINE}),
     "written on one rank": Case(14, before_step=written),
     "written on one rank, raising": Case(10, before_step=written, options={"guard": "raise"}),
-    "one layer, late": Case(**{**THREE, "steps": 13}, ahead=one_layer_late),
-    "without the experts": Case(**THREE, ahead=without_the_experts),
     "evaluations between steps": Case(**{**THREE, "job": Job(layers=3, recompute="reentrant")}, ahead=between_steps),
 }
 
@@ -234,21 +219,6 @@ def test_a_later_mistake_is_warned_of_at_the_next_decision(results: Results, nam
         if name == "written on one rank":
             raised = result[f"{name}, raising"]
             assert raised["error"] == finding and len(raised["losses"]) == step - 1
-
-
-def about_layers(found: dict[str, Any]) -> list[tuple[int, str]]:
-    words = "MoE layers in evaluation mode, while others train"
-    return [(step, line) for step, line in found["findings"] if words in line and line in found["warnings"]]
-
-
-def test_a_layer_in_evaluation_mode_is_named_once_at_the_next_decision(results: Results) -> None:
-    first, second = (result["one layer, late"] for result in results)
-    (step, line), (later, other) = about_layers(first)
-    assert (step, later) == (6, 12) and line.startswith("call train() on the whole model") and "\n" not in line
-    assert line.endswith(": model.layers.1.mlp.experts") and other.endswith("layers.1.mlp.experts and 1 more")
-    assert about_layers(second) == [], "one rank says it for all that hold the layer"
-    for result in results:
-        assert all(about_layers(result[name]) == [] for name in ("evaluation mode", "without the experts"))
 
 
 def alone(rank: int) -> None:

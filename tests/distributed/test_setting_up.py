@@ -23,6 +23,7 @@ import eplb_runtime as eplb
 from eplb_runtime.distributed import process_groups
 from eplb_runtime.distributed.process_groups import ProcessGroups
 from eplb_runtime.distributed.ranks import Ranks
+from eplb_runtime.distributed.transports import TRANSPORTS
 from eplb_runtime.hosts import AttachError
 from eplb_runtime.hosts.attaching import attach as attaching
 
@@ -57,7 +58,7 @@ def fail() -> None:
 PLACES: dict[str, tuple[Any, str]] = {
     "describing": (eplb.hosts, "_describe"),
     "the first group": (process_groups, "gather_job"),
-    "the carrier": (attaching, "new_transport"),
+    "the carrier": (TRANSPORTS["torch"], "__init__"),
     "checks": (attaching, "check"),
     "cutting": (attaching, "shard"),
     "installing": (attaching, "install"),
@@ -164,15 +165,9 @@ def test_a_model_that_is_let_go_of_is_gone_and_what_it_held_ends_at_the_next_att
 
 def closed_with_failures(rank: int) -> None:
     """A listener fails as it is closed, and after it the transport."""
-    made, closed, make = list[Any](), list[str](), attaching.new_transport
-
-    def new_transport(*args: Any) -> Any:
-        made.append(transport := make(*args))
-        close = transport.close
-        transport.close = lambda: (close(), closed.append("the transport"), fail())
-        return transport
-
-    attaching.new_transport = new_transport
+    closed, transport = list[str](), TRANSPORTS["torch"]
+    close = transport.close
+    transport.close = lambda self: (close(self), closed.append("the transport"), fail())  # type: ignore[attr-defined]
     model, optimizer, balancer = trained(rank)
     balancer.close_with(fail)
     balancer.close_with(lambda: closed.append("the next listener"))

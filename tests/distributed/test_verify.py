@@ -17,6 +17,7 @@ from support.training import undone
 
 import eplb_runtime as eplb
 from eplb_runtime.balancer.loop_state import LoopState
+from eplb_runtime.balancer.rebalancer import Rebalancer
 from eplb_runtime.hosts.attaching import trial
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.layer import ExpertParallelLayer
@@ -29,15 +30,15 @@ KEPT: dict[str, torch.Tensor] = {}
 def forget_second_moment() -> None:
     """An optimizer-state tensor that does not move; the record has it all the same."""
     whole = ExpertTensors.of_home
-    moved = eplb.Balancer.place
+    moved = Rebalancer.place
 
     def place(self, target):
-        self.runtime.registry._state_of_layers.clear()
+        self._registry._state_of_layers.clear()
         ExpertTensors.of_home = lambda own, layer: [t for t in whole(own, layer) if not t.name.endswith("exp_avg_sq")]
         moved(self, target)
         ExpertTensors.of_home = whole
 
-    eplb.Balancer.place = place
+    Rebalancer.place = place
 
 
 def move_nothing() -> None:
@@ -49,8 +50,8 @@ def forget_gradients_of_replicas() -> None:
 
 
 def give_more_than_the_layers_own_code() -> None:
-    forward = ExpertParallelLayer._forward
-    ExpertParallelLayer._forward = lambda self, *given: 1.01 * forward(self, *given)
+    forward = ExpertParallelLayer.__call__
+    ExpertParallelLayer.__call__ = lambda self, *given: 1.01 * forward(self, *given)
 
 
 def keep_a_snapshot() -> None:
@@ -100,9 +101,7 @@ def asked(
         lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1),
         new_batch,
         steps=steps,
-        config=eplb.BalancerConfig(
-            replica_slots=replica_slots, dispatch=eplb.DispatchConfig(split_least_tokens=0 if replica_slots else 64)
-        ),
+        config=eplb.BalancerConfig(replica_slots=replica_slots),
     )
 
 
@@ -123,7 +122,7 @@ CASES: dict[str, dict[str, Any]] = {
 def asked_of(rank: int, names: list[str]) -> dict[str, Report]:
     found = {}
     for name in names:
-        with undone(eplb.Balancer, ExpertTensors, ExpertParallelLayer, LoopState, ReplicaSync, trial):
+        with undone(eplb.Balancer, Rebalancer, ExpertTensors, ExpertParallelLayer, LoopState, ReplicaSync, trial):
             found[name] = asked(rank, **CASES[name])
         gc.collect()
     return found

@@ -13,7 +13,7 @@ from eplb_runtime.load.counter import HostCopy, LoadCounter
 from eplb_runtime.moe import kernel_selection, kernels
 from eplb_runtime.moe.dispatch import permute
 from eplb_runtime.moe.dispatch.permute import RowMemory
-from eplb_runtime.moe.routing.slots import BatchSplitter, SplitSettings
+from eplb_runtime.moe.routing.slots import BatchSplitter
 from eplb_runtime.placement import Placement
 
 pytest.importorskip("triton", reason="no triton: pip install triton")
@@ -127,8 +127,7 @@ def test_splitting_a_batch_never_waits_for_the_device() -> None:
     placement = Placement.initial(1, 16, 4, 1)
     map_ = placement.physical_to_logical.copy().reshape(1, 4, -1)
     map_[0, :, -1] = [4, 8, 12, 0]
-    of = SplitSettings(ranks_per_node=2, least_tokens=64)
-    splitter = BatchSplitter(Placement(map_.reshape(1, -1), 16, 4, placement.home), DEVICE, 1, of)
+    splitter = BatchSplitter(Placement(map_.reshape(1, -1), 16, 4, placement.home), DEVICE, 1, 2)
     ids = choices(1, of=16).to(DEVICE)
     counts_RE = np.stack([splitter.counts(choices(rank, of=16).to(DEVICE))[0].cpu().numpy() for rank in range(4)])
     with no_host_sync():

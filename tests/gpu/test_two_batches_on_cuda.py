@@ -78,7 +78,7 @@ def train_and_evaluate(rank: int, way: tuple[str, str, int], at_once: bool) -> d
         interval=1,
         dense_gradients="allreduce",
         replica_slots=replica_slots,
-        dispatch=eplb.DispatchConfig(dispatch, combine_order=order, split_least_tokens=0 if replica_slots else 64),
+        dispatch=eplb.DispatchConfig(dispatch, combine_order=order),
         migration=eplb.MigrationConfig(lag=0),
     )
     balancer = eplb.attach(model, optimizer, config=config)

@@ -395,7 +395,7 @@ class Spread(Whole):
         self.of, self.scale = [rank], 1.0
         settings = {"interval": 1000, "gate": "always", "replica_slots": layout.slots, **settings}
         if layout.slots:
-            settings |= {"initial_placement": layout.placement(), "split_least_tokens": 0}
+            settings["initial_placement"] = layout.placement()
         where: dict[str, Any] = {"ranks": layout.ranks_of(rank)}
         if layout.sliced:
             where = {"ep_group": training.meshes(layout.ep, layout.edp)[0]["ep"].get_group()}

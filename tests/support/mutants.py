@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eplb_runtime.balancer.gradients import norm
 from eplb_runtime.distributed.consensus import Verdict
 
 Patch = Callable[[], None]
@@ -129,7 +128,7 @@ def in_slots(own: Callable[..., Any]) -> Callable[..., Any]:
 def without_handing_on(own: Callable[..., Any]) -> Callable[..., Any]:
     def refresh(self: Any, layers: Any = None) -> None:
         own(self, layers)
-        self._to_hand_on.clear()
+        self._pending = {layer: (works, ()) for layer, (works, _) in self._pending.items()}
 
     return refresh
 
@@ -179,7 +178,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "test_pipelining.py::test_a_schedule_equals_the_whole_model",
         other(
             "balancer.gradients.reduction:over_stages",
-            lambda own: lambda powers, groups, device, p: norm.combined(torch.stack(powers), p),
+            lambda own: lambda squares, groups, device: torch.stack(squares).sum(dim=0),
         ),
     ),
     "gradients of copies forgotten": (REPLICAS, nothing("replicas.sync:ReplicaSync._add_to_homes")),
@@ -192,7 +191,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "other EDP ranks forgotten": (
         SLICED,
         other(
-            "replicas.compute:ReplicaGather.slice_of_sum",
+            "replicas.compute:ShardedReplicas.slice_of_sum",
             lambda own: lambda self, gradient, dtype: gradient.chunk(self._ranks, dim=1)[self._group.rank()].to(dtype),
         ),
     ),
@@ -254,7 +253,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
             lambda own: lambda self, layer: [of_the_next_slot(tensor) for tensor in own(self, layer)],
         ),
     ),
-    "norm by rank": (ALL_GATHER, other("balancer.gradients.reduction:powers_of_experts", in_slots)),
+    "norm by rank": (ALL_GATHER, other("balancer.gradients.reduction:squares_of_experts", in_slots)),
 }
 """Name -> the test of `tests/distributed` (the beginning of its name) that fails then, and the fault."""
 

@@ -51,9 +51,8 @@ def meshes(ep: int, edp: int) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def config_of(**settings: Any) -> eplb.BalancerConfig:
-    """Of settings by their own names; gradients are averaged, every batch is split over replicas."""
-    least = 0 if settings.get("replica_slots") else 64
-    return config_from_settings({"dense_gradients": "allreduce", "split_least_tokens": least, **settings})
+    """Of settings by their own names; gradients are averaged."""
+    return config_from_settings({"dense_gradients": "allreduce", **settings})
 
 
 def shard(model: Any, ep: int, edp: int, options: Any = None, **settings: Any) -> None:

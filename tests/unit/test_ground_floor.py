@@ -138,9 +138,8 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000}, "give overlap=True", {"overlap": True}),
     ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
     ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
-    ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
+    ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "deepep"}),
     ({"overlap": True, "transport": "deepep"}, "between steps only", {"overlap": False}),
-    ({"split_least_tokens": 0}, "give replica_slots=1", {"replica_slots": 1}),
     ({"copies_by": "copy_engine"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"combine_order": "by_rank"}, "choose another dispatch", {"dispatch": "hierarchical"}),
     ({"dispatch_dtype": "float8"}, "only 'deepep'", {"dispatch": "deepep"}),
@@ -219,7 +218,7 @@ def test_configs_are_copied_saved_and_read_again() -> None:
         replica_slots=1,
         overlap=True,
         rank_speed=(1.0, 0.5),
-        dispatch=DispatchConfig("deepep", combine_order="by_rank", sms=24, split_least_tokens=8),
+        dispatch=DispatchConfig("deepep", combine_order="by_rank", sms=24),
         migration=MigrationConfig(transport="auto", bytes_per_step=1000),
     )
     again = replace(replace(config, interval=7), interval=50)
@@ -230,7 +229,6 @@ def test_configs_are_copied_saved_and_read_again() -> None:
 OTHERS: dict[str, Any] = {
     "interval": 7,
     "window": 3,
-    "split_least_tokens": 8,
     "transport": "nixl",
     "lag": 0,
     "dispatch": "hierarchical",

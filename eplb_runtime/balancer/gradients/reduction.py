@@ -11,7 +11,6 @@ came since. So a loop may look at gradients as often as it likes, go on adding t
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
 from ..loop_state import LoopHooks, LoopState
 from ..runtime import Runtime
-from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_of_experts
+from .norm import Gradient, RangesOfSlots, over_stages, squares_of_dense, squares_of_experts
 
 BUCKET_BYTES = 32 << 20
 """Size up to which gradients of one dtype travel together."""
@@ -42,24 +41,20 @@ class Gradients(LoopHooks):
 
     def __init__(self, runtime: Runtime, loop: LoopState) -> None:
         groups, tensors = runtime.groups, loop.tensors
-        self._runtime, self._loop = runtime, loop
-        self._registry = runtime.registry
-        self._replicas = runtime.maps.replicas
-        self._parameters = runtime.parameters
-        self._dense_parameters = tensors.dense
-        self._groups, self._device = groups, runtime.device
-        self._sliced = tensors.sliced
+        self._runtime, self._loop, self._groups, self._device = runtime, loop, groups, runtime.device
+        self._registry, self._replicas, self._parameters = runtime.registry, runtime.maps.replicas, runtime.parameters
+        self._dense_parameters, self._sliced = tensors.dense, tensors.sliced
         self._averaged: list[Averaging] = []
-        if runtime.averages_dense:
+        if runtime.config.dense_gradients == "allreduce":
             scale = groups.data.size() / groups.job.gradient_divisor
             self._averaged.append(Averaging(tensors.dense, groups.data, scale))
         self._of_experts: Averaging | None = None
-        if groups.expert_data is not None and runtime.divisors.are_of_means and not self._sliced:
+        if groups.expert_data is not None and runtime.averages_experts and not self._sliced:
             self._of_experts = Averaging(runtime.parameters, groups.expert_data, None, in_rank_order=True)
             self._averaged.append(self._of_experts)
         self._first = True
         self._new = True
-        self._divisor = runtime.divisors.at_parameters
+        self._divisor = runtime.divisor
         self._trained_at_attach = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._divided: set[str] = set()
         self._divide_trained()
@@ -137,19 +132,8 @@ class Gradients(LoopHooks):
         self._first = self._new = False
 
     @torch.no_grad()
-    def clip(self, max_norm: float, parameters: Iterable[Tensor] | None, norm_type: float) -> Tensor:
-        """Reduce, scale down to ``max_norm``, and return the norm before, a float64 scalar. Collective.
-
-        Args:
-            parameters: those that are scaled, by their own norm; None: all.
-            norm_type: p of the norm, above 0.
-
-        Raises:
-            ValueError: one of them is not of the model; or they are some of a layer's experts, of separate tensors; or
-                there is no such norm.
-        """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type={norm_type}: give a number above 0, or math.inf")
+    def clip(self, max_norm: float, parameters: Iterable[Tensor] | None) -> Tensor:
+        """`Balancer.clip_grad_norm_`; the norm is float64."""
         chosen = None if parameters is None else self._chosen(parameters)
         self.reduce()
 
@@ -158,9 +142,8 @@ class Gradients(LoopHooks):
 
         experts = [g for p in self._registry.parameters() if (g := gradient_of(p)) is not None]
         dense = [g for p in self._dense_parameters.values() if (g := gradient_of(p)) is not None]
-        powers = [*self._powers_of_experts(gradient_of, norm_type), *powers_of_dense(dense, norm_type)]
-        norm = over_stages(powers, self._groups, self._device, norm_type)
-        norm = norm if math.isinf(norm_type) else norm.pow(1 / norm_type)
+        squares = [*self._squares_of_experts(gradient_of), *squares_of_dense(dense)]
+        norm = over_stages(squares, self._groups, self._device).sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in [*experts, *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
@@ -187,9 +170,9 @@ class Gradients(LoopHooks):
     def square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
         """Return the squared norm over all experts of the model, for a host that clips by itself: a float64 scalar,
         equal on every rank and for every placement. Collective."""
-        return over_stages(self._powers_of_experts(gradient_of, 2.0), self._groups, self._device, 2.0)
+        return over_stages(self._squares_of_experts(gradient_of), self._groups, self._device)
 
-    def _powers_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None], norm_type: float) -> list[Tensor]:
+    def _squares_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         gradients: list[tuple[int, Gradient]] = []
         for layer in self._registry.layers:
             for parameter in self._registry.by_expert(layer):
@@ -207,7 +190,7 @@ class Gradients(LoopHooks):
         # The logical expert of each row here; of divided rows [L, E/(R D)].
         rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.dp_shard_degree, -1))
         rows_LH = rows_LH[:, job.row_rank % job.dp_shard_degree]
-        return powers_of_experts(gradients, rows_LH, num_experts, self._groups, slices, norm_type)
+        return squares_of_experts(gradients, rows_LH, num_experts, self._groups, slices)
 
 
 def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
@@ -242,10 +225,7 @@ class Averaging:
         *,
         in_rank_order: bool = False,
     ) -> None:
-        self._parameters = parameters
-        self._group = group
-        self._scale = scale
-        self._in_rank_order = in_rank_order
+        self._parameters, self._group, self._scale, self._in_rank_order = parameters, group, scale, in_rank_order
         self._watched: set[Tensor] = set()
         self._arrived: set[Tensor] = set()
         self._any_taken = False
@@ -263,13 +243,9 @@ class Averaging:
 
     @torch.no_grad()
     def reduce(self, *, first: bool) -> None:
-        """Average new gradients in place. Collective over the group.
-
-        A parameter without a gradient on some ranks takes part with zeros, one without on every rank stays so.
-
-        Args:
-            first: for the first time since a step ended: gradients may have been written by hand.
-        """
+        """Average new gradients in place. Collective over the group. A parameter without a gradient on some ranks takes
+        part with zeros, one without on every rank stays so. ``first``: for the first time since a step ended, when
+        gradients may have been written by hand."""
         self.watch_all()
         parameters = list(self._parameters.values())
         if not parameters:
@@ -313,7 +289,9 @@ class Averaging:
         return gradient if scale == 1 else gradient * scale
 
     def _average(self, gradients: Sequence[Tensor]) -> None:
-        for bucket in _buckets(gradients):
+        from torch._utils import _take_tensors
+
+        for bucket in _take_tensors(gradients, BUCKET_BYTES):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             if self._in_rank_order and self._group.size() > 2:  # a + b is b + a
                 flat = sum_in_rank_order(flat, self._group)
@@ -340,22 +318,6 @@ def part_of_sum(padded_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     for other in others:
         first.add_(other)
     return first
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for same in by_dtype.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for gradient in same:
-            if bucket and size + gradient.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(gradient)
-            size += gradient.nbytes
-        yield bucket
 
 
 def bit_words(tensor: Tensor) -> Tensor:

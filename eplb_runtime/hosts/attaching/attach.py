@@ -1,7 +1,8 @@
 """From described models and optimizers to a running balancer, the same way for every framework.
 
 A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here: `join`
--> `check_all` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a frozen value.
+-> `check` -> `connect` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a
+frozen value.
 What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
 
@@ -17,22 +18,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...balancer.balancer import Balancer
-from ...balancer.rebalancer import new_transport
-from ...balancer.runtime import Divisors, ModelCheck, Runtime
+from ...balancer.runtime import Runtime, divisors_of
 from ...checkpoint.stream import Exporter, weights_of
 from ...config import launcher_environment, take_trial
 from ...distributed.process_groups import ProcessGroups, host_timeout, release_dropped
 from ...distributed.step_tag import ForwardTag
-from ...distributed.transports import measure
+from ...distributed.transports import TRANSPORTS, measure
 from ...distributed.transports.base import Transport
 from ...distributed.transports.symmetric import NodeMemory, why_not
 from ...load.clock import ExpertClock
@@ -40,25 +38,23 @@ from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
+from ...moe.dispatch.choosing import dispatch_problem, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
 from ...moe.layer import ExpertParallelLayer, HostDispatchedLayer, LayerContext
-from ...moe.routing.slots import BatchSplitter, SlotTable, SplitSettings
+from ...moe.routing.slots import BatchSplitter, SlotTable
 from ...observe.recording import Recorder
 from ...observe.start import Observers
-from ...placement import Placement
-from ...replicas.bank import ReplicaBank, ReplicaPool
-from ...replicas.compute import PersistentReplicas, ReplicaGather, ShardedReplicas
+from ...replicas.bank import GradientPool, ReplicaBank
+from ...replicas.compute import PersistentReplicas, ShardedReplicas
 from ...replicas.copy_engine import CopyEngine
-from ...replicas.plan import RowTransport
-from ...replicas.point_to_point import PointToPoint
+from ...replicas.plan import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
-from .checks import LayerTest, check, raise_on_all, rollback, wait_for_ranks
+from .checks import Checked, check, raise_on_all, rollback, wait_for_ranks
 from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
@@ -76,45 +72,39 @@ def attach_stages(described: Described) -> Balancer:
     request, given = join(described), described.config
     groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
-        checked = check_all(request, undo)
+        made = connect(check(request), undo)
         snapshot = ModelSnapshot([stage.model for stage in request.stages], [*request.optimizers, request.container])
         undo.callback(snapshot.restore)
-        runtime = build_runtime(checked, shard(checked))
-        raise_on_all("", groups)
-        checked.copies.open()
-        balancer = _balancer(checked, runtime)
+        runtime = build_runtime(made, shard(made))
+        raise_on_all(groups)
+        made.copies.open()
+        balancer = _balancer(made, runtime)
         undo.callback(balancer.close)
-        install(checked, balancer)
-        raise_on_all("", groups)
+        install(made, balancer)
+        raise_on_all(groups)
         balancer.begin()
-        for test in checked.tests:
+        for test in made.tests:
             balancer.guard.report(test.problem)
-        of_bits = _notes(checked, balancer)
-        _record(checked, balancer)
-        raise_on_all("", groups)  # a rank that fails any later is one that the others do not learn of
+        of_bits = _notes(made, balancer)
+        _record(made, balancer)
+        raise_on_all(groups)  # a rank that fails any later is one that the others do not learn of
     groups.finalize()
-    checked.transport.wait_at_most(given.timeout_seconds)
+    made.transport.wait_at_most(given.timeout_seconds)
     if groups.job.is_planner:
         _log_attached(balancer, of_bits)
     if trial is not None:
         balancer.config = replace(request.config, policy=given.policy)  # `declare` and the like are allowed as ever
-        tested = zip(request.layers, checked.tests, strict=True)
-        untried = [f"{name} ({test.untried})" for (_, name, _), test in tested if test.untried]
-        known = {"notes": of_bits, "untried": untried, "replica_slots": given.replica_slots}
-        TrialRun(request, trial, balancer, known)
+        TrialRun(made, trial, balancer, {"notes": of_bits, "replica_slots": given.replica_slots})
     return balancer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked(Request):
-    """What nothing is refused in, and what carries its tokens, experts and copies; nothing of the model is changed."""
+class Connected(Checked):
+    """The same with what carries its tokens, experts and copies; nothing of the model is changed."""
 
     topology: Topology
     transport: Transport
-    placement: Placement
-    dispatch: DispatchChoice
-    copies: RowTransport
-    tests: Sequence[LayerTest]
+    copies: PointToPoint
 
 
 class Shards(NamedTuple):
@@ -130,8 +120,8 @@ def shard_stage(described: Described) -> None:
     request = join(described, keeps_trial=True)
     (stage,), job = request.stages, request.job
     with rollback(request.groups) as undo:
-        placement, tests = check(request)
-        for problem in filter(None, (test.problem for test in tests)):
+        placement = (checked := check(request)).placement
+        for problem in filter(None, (test.problem for test in checked.tests)):
             logger.warning("%s", problem)
         undo.callback(ModelSnapshot([stage.model], []).restore)
         for layer, rows in zip(stage.host.layers, placement.homes_LRH[:, job.ep_rank].tolist(), strict=True):
@@ -157,34 +147,25 @@ def join(described: Described, *, keeps_trial: bool = False) -> Request:
     return Request(**{**vars(described), "config": config, "ranks": ranks}, groups=groups, trial=trial)
 
 
-def check_all(request: Request, undo: ExitStack) -> Checked:
-    """Refuse everything that can be refused, and choose what carries tokens and experts. Collective; all ranks raise,
-    or none."""
-    config, groups, job, device = request.config, request.groups, request.job, request.device
+def connect(checked: Checked, undo: ExitStack) -> Connected:
+    """Make groups, and choose what carries tokens and experts. Collective; all ranks raise, or none."""
+    config, groups, job, device = checked.config, checked.groups, checked.job, checked.device
     groups.make()
     release_dropped()
     seconds = groups.setup_seconds
-    transport = new_transport(config, groups.migration, groups.backend, device, seconds)
+    transport = TRANSPORTS[config.migration.transport](groups.migration, groups.backend, device, seconds)
     undo.callback(transport.close)
     transport.warm_up(time.monotonic() + seconds)
     topology = Topology.from_launcher(launcher_environment(), job.ep_size, job.ep_sets)
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
-    placement, tests = check(request)
-    dispatch = choose_together(config, groups.dispatch, topology, placement.slots_per_rank, device, seconds)
-    raise_on_all(dispatch.problem, groups)
-    return Checked(
-        **vars(request),
-        topology=topology,
-        transport=transport,
-        placement=placement,
-        dispatch=dispatch,
-        copies=_transport_of_copies(request, topology),
-        tests=tests,
-    )
+    slots = checked.placement.slots_per_rank
+    raise_on_all(groups, dispatch_problem(config, groups.dispatch, topology, slots, device, seconds))
+    copies = _transport_of_copies(checked, topology)
+    return Connected(**vars(checked), topology=topology, transport=transport, copies=copies)
 
 
-def shard(made: Checked) -> Shards:
+def shard(made: Connected) -> Shards:
     """Leave this rank its experts, in modules and optimizers, and give the rest its memory."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
@@ -192,7 +173,7 @@ def shard(made: Checked) -> Shards:
     slots, parts = config.replica_slots, job.dp_shard_degree
     registry = ExpertTensors(placement.num_layers, placement.num_experts // len(job.row_ranks), made.optimizers)
     shards, rows_LH = Shards(registry, {}, {}), placement.homes_LRH[:, job.ep_rank].tolist()
-    gradients = ReplicaPool(slots, zeros, parts) if made.optimizers else None
+    gradients: GradientPool | None = {} if made.optimizers else None
     for index, name, layer in made.layers:
         if layer.slots:  # its host has made nothing but this rank's experts
             for own, of_slots in layer.slots.items():
@@ -217,7 +198,7 @@ def shard(made: Checked) -> Shards:
     return shards
 
 
-def build_runtime(made: Checked, shards: Shards) -> Runtime:
+def build_runtime(made: Connected, shards: Shards) -> Runtime:
     """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
     way."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
@@ -227,24 +208,22 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
     maps = _maps(made, shards, kernels, channels)
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
-    if job.is_planner and config.dispatch.name != "all_to_all":
-        logger.info("dispatch: %s (%s)", made.dispatch.name, made.dispatch.why)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
-    dispatcher = make_dispatcher(config, made.dispatch, made.topology, dispatching)
+    dispatcher = make_dispatcher(config, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = [(stage, name, p) for stage in made.stages for name, p in stage.model.named_parameters()]
     dense = [(stage, stage.prefix + name, p) for stage, name, p in named if id(p) not in experts]
     is_sharded = any(is_sliced(p) for *_, p in dense)
     sums = job.gradient_divisor == 1 and all(s.host.ranks is None or s.host.ranks.gradient_divisor for s in made.stages)
-    divisors = Divisors.of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
+    in_layers, divisor = divisors_of(job, by_host=made.host_dispatches, host_sums=sums, dense_is_sharded=is_sharded)
     real_tokens = {id(layer): stage.host.real_tokens for stage in made.stages for layer in stage.host.layers}
     layers: list[ExpertParallelLayer | HostDispatchedLayer] = []
     for (index, _, layer), test in zip(made.layers, made.tests, strict=True):
         if layer.compute is None:
             layers.append(HostDispatchedLayer(index, layer.experts, context))
         else:
-            here = _local_experts(made, index, layer, divisors, maps, shards.banks.get(index))
+            here = _local_experts(made, index, layer, in_layers, maps, shards.banks.get(index))
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
@@ -268,25 +247,24 @@ def build_runtime(made: Checked, shards: Shards) -> Runtime:
         layers=layers,
         host_dispatches=made.host_dispatches,
         channels=channels,
-        model_check=ModelCheck(
-            {stage.prefix: stage.model for stage in made.stages},
-            [(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
-            shards.replaced,
-        ),
-        divisors=divisors,
+        models={stage.prefix: stage.model for stage in made.stages},
+        experts=[(name, layer.experts, layer.parameters) for _, name, layer in made.layers],
+        replaced=shards.replaced,
+        divisor=divisor,
+        averages_experts=not (made.host_dispatches and sums),
         barrier=lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds),
     )
 
 
-def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
+def _maps(made: Connected, shards: Shards, kernels: Kernels, channels: MicroBatchChannels) -> Maps:
     config, job, nodes = made.config, made.job, made.topology.ranks_per_node
     table = SlotTable(made.placement, made.device)
     if not config.replica_slots:
         return Maps(table, None, None)
     divisor = job.gradient_divisor / (1 if any(b.is_sliced for b in shards.banks.values()) else len(job.edp_ranks))
     replicas = ReplicaSync(shards.banks, made.copies, job.row_rank, divisor, nodes, job.dp_shard_degree, channels)
-    settings = SplitSettings(nodes, config.dispatch.split_least_tokens, config.speed_R)
-    splitter = BatchSplitter(made.placement, made.device, job.ep_rank, settings, count=kernels.count, deal=kernels.deal)
+    here = made.placement, made.device, job.ep_rank
+    splitter = BatchSplitter(*here, nodes, config.speed_R, count=kernels.count, deal=kernels.deal)
     if job.is_planner:
         rows = sum(local(one)[0].nbytes for bank in shards.banks.values() for one in bank.parameters)
         size = config.replica_slots * rows / job.dp_shard_degree / 2**20
@@ -294,7 +272,7 @@ def _maps(made: Checked, shards: Shards, kernels: Kernels, channels: MicroBatchC
     return Maps(table, splitter, replicas)
 
 
-def _balancer(made: Checked, runtime: Runtime) -> Balancer:
+def _balancer(made: Connected, runtime: Runtime) -> Balancer:
     """Make the balancer. Collective: it waits for others itself, so a rank that fails in it must not come to another
     exchange."""
     named = {stage.prefix + name: p for stage in made.stages for name, p in stage.model.named_parameters()}
@@ -308,9 +286,9 @@ def _balancer(made: Checked, runtime: Runtime) -> Balancer:
     )
 
 
-def install(made: Checked, balancer: Balancer) -> None:
+def install(made: Connected, balancer: Balancer) -> None:
     """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
-    balancer.runtime.model_check.keep_from_ddp(balancer.runtime.parameters.values())
+    balancer.tensors.keep_from_ddp(balancer.runtime.parameters.values())
     for stage in made.stages:
         object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
         object.__setattr__(stage.model, "_eplb_runtime_stage", stage)
@@ -334,7 +312,7 @@ def install(made: Checked, balancer: Balancer) -> None:
     made.groups.go_with([stage.model for stage in made.stages])
 
 
-def _record(made: Checked, balancer: Balancer) -> None:
+def _record(made: Connected, balancer: Balancer) -> None:
     """Let rank 0 write down and show what is measured, as far as that is wished."""
     config, topology, placement, job = made.config, made.topology, made.placement, made.job
     if not job.is_planner:
@@ -351,39 +329,32 @@ def _record(made: Checked, balancer: Balancer) -> None:
             takes_no_replicas=int(made.host_dispatches),
             interval=config.interval or 0,
             device=made.device.type,
+            # A class of links that the job does not have was not measured.
+            intra_node_bandwidth=topology.intra_node_bandwidth / 1e9 * (topology.ranks_per_node > 1),
+            inter_node_bandwidth=topology.inter_node_bandwidth / 1e9 * (len(job.ranks) > topology.ranks_per_node),
             expert_parameters=sum(shape.numel() for _, shape in rows),
             expert_bytes=sum(shape.numel() * one.element_size() for one, shape in rows),
             dtype=next((str(one.dtype).removeprefix("torch.") for one, _ in rows), ""),
         )
         recorder = Recorder(Path(config.run), placement.num_layers, placement.num_experts, recorded)
-
-        def write(load_TLE: NDArray[np.int64], steps: int, home_bytes: int, expert_seconds: float) -> None:
-            """Optimizer state is there after the first step; 0, unknown, before."""
-            state_bytes = max(0, home_bytes - recorded.expert_bytes)
-            recorder.write(load_TLE, steps, RecordedJob(optimizer_bytes=state_bytes, expert_seconds=expert_seconds))
-
-        balancer.rebalancer.decisions.record_with(write)
+        balancer.events.subscribe(recorder.hear)
         balancer.close_with(recorder.close)
     progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
     balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 
-def _notes(made: Checked, balancer: Balancer) -> list[str]:
+def _notes(made: Connected, balancer: Balancer) -> list[str]:
     """Lines that say what makes bits depend on where experts are."""
     found = [*(line for stage in made.stages for line in stage.host.notes), *notes(made.config)]
-    on_cpu = {
-        name: one for name, one in balancer.runtime.parameters.items() if one.ndim > 2 and one.device.type == "cpu"
-    }
-    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu.items()}
-    odd = [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]
-    if odd:
+    on_cpu = ((name, one) for name, one in balancer.runtime.parameters.items() if one.device.type == "cpu")
+    widths = {name: [width * one.element_size() for width in one.shape[1:]] for name, one in on_cpu if one.ndim > 2}
+    if odd := [name for name, of_one in widths.items() if any(width % _STEADY_ROW_BYTES for width in of_one)]:
         rows = " and ".join(map(str, widths[odd[0]]))
         found.append(
             f"{len(odd)} expert tensors, such as {odd[0]}, make rows of {rows} bytes: on a CPU last bits of results "
             f"may differ by placement; widths that are multiples of {_STEADY_ROW_BYTES} bytes avoid it"
         )
-    drawing = [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]
-    if drawing:
+    if drawing := [name for (_, name, _), test in zip(made.layers, made.tests, strict=True) if test.draws]:
         found.append(
             f"experts of {drawing[0]} ({len(drawing)} layers in all) draw random numbers in training "
             "(dropout): which ones they get depends on placement; without dropout in experts results do not"
@@ -405,18 +376,16 @@ def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
         logger.warning("%s", line)
 
 
-def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
+def _transport_of_copies(asked: Checked, topology: Topology) -> PointToPoint:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
     config, groups, device = asked.config, asked.groups, asked.device
-    group = groups.replicas if config.replica_slots else groups.rows
-    carrier: RowTransport = PointToPoint(group, groups.job.row_ranks)
+    between = groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks
     if config.copies_by == "torch":
-        return carrier
-    what = "copies_by='copy_engine': "
+        return PointToPoint(*between)
+    what, problem = "copies_by='copy_engine': ", ""
     # What can be seen before ranks meet.
     why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
-    raise_on_all(what + why if why else "", groups)
-    problem = ""
+    raise_on_all(groups, what + why if why else "")
     try:
         node = groups.of_nodes(topology.ranks_per_node)
         # As long as any wait for a lost rank.
@@ -424,15 +393,15 @@ def _transport_of_copies(asked: Request, topology: Topology) -> RowTransport:
         memory = NodeMemory(node, device, host_seconds)
         memory.connect(time.monotonic() + groups.setup_seconds)
         size = topology.ranks_per_node * groups.job.dp_shard_degree
-        carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, carrier)
+        carrier = CopyEngine(memory, groups.job.row_rank // size * size, device, *between)
     except Exception as error:
         problem = what + one_line(error)
-    raise_on_all(problem, groups)
+    raise_on_all(groups, problem)
     return carrier
 
 
 def _local_experts(
-    made: Checked, index: int, layer: MoELayer, divisors: Divisors, maps: Maps, bank: ReplicaBank | None
+    made: Connected, index: int, layer: MoELayer, in_layers: float, maps: Maps, bank: ReplicaBank | None
 ) -> LocalExperts:
     """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
@@ -441,10 +410,11 @@ def _local_experts(
     live_weights = layer.live_weights or (lambda: [layer.parameter(name) for name in layer.parameters])
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
-    divisor = of_slices if sliced else divisors.in_layers
+    divisor = of_slices if sliced else in_layers
     if maps.replicas is None or bank is None:
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
+    of_layer: dict[str, Any] = {"layer": index, "bank": bank, "sync": maps.replicas}
     if bank.is_sliced:
-        gather = ReplicaGather(made.groups.parts, made.groups.twins)
-        return ShardedReplicas(compute, live_weights, divisor, index, bank, maps.replicas, gather=gather)
-    return PersistentReplicas(compute, lambda: bank.parameters, divisor, index, bank, maps.replicas)
+        of_layer |= {"group": made.groups.parts, "replica_group": made.groups.twins}
+        return ShardedReplicas(compute, live_weights, divisor, **of_layer)
+    return PersistentReplicas(compute, lambda: bank.parameters, divisor, **of_layer)

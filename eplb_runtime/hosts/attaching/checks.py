@@ -101,10 +101,17 @@ def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> tor
 # -- all at once, in one exchange --------------------------------------------------------------------------------------
 
 
-def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
-    """Return the placement to start from and what tests of layers find, or refuse before anything is changed.
-    Collective; all ranks raise, or none: one exchange has what each rank refuses by itself, all at once, and what ranks
-    must have in common."""
+@dataclass(frozen=True, kw_only=True)
+class Checked(Request):
+    """A request that nothing is refused in, the placement to start from, and what a test of each layer found."""
+
+    placement: Placement
+    tests: Sequence[LayerTest]
+
+
+def check(asked: Request) -> Checked:
+    """Refuse before anything is changed. Collective; all ranks raise, or none: one exchange has what each rank refuses
+    by itself, all at once, and what ranks must have in common."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))
@@ -130,8 +137,8 @@ def check(asked: Request) -> tuple[Placement, list[LayerTest]]:
     placement = _initial_placement(asked, sorted({count for *_, counts in said.values() for count in counts}), given)
     # Once no rank is refused: a layer's own way may wait for others.
     tests = try_layers([layer for _, _, layer in asked.layers], config.guard)
-    raise_on_all("" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""), groups)
-    return placement, tests
+    raise_on_all(groups, "" if config.guard == "warn" else next((one.problem for one in tests if one.problem), ""))
+    return Checked(**vars(asked), placement=placement, tests=tests)
 
 
 _Fact = tuple[str, str | None, str, bool]
@@ -276,7 +283,7 @@ def _of_sharding(asked: Request) -> Iterator[str]:
         odd = f"fully_shard slices {next(iter(sliced))} and leaves {whole} whole"
         yield f"{odd}: give it all expert parameters of all MoE layers, or none"
     if config.overlap and (sliced or job.divided_rows):
-        yield "experts that fully_shard slices move between steps: leave overlap=False, or give it no experts"
+        yield "overlap=True: experts that fully_shard slices move between steps; leave overlap=False, or give it none"
     for name, one in sliced.items() if config.replica_slots else ():
         wrong, part = "", type(local(one))
         if len(job.stage_sets) > 1:
@@ -349,8 +356,8 @@ def _of_optimizers(asked: Request) -> Iterator[str]:
 # -- for all ranks, or for none ----------------------------------------------------------------------------------------
 
 
-def raise_on_all(problem: str, groups: ProcessGroups) -> None:
-    """A rank with a problem sends it to all; every rank raises the first one. Empty: none here."""
+def raise_on_all(groups: ProcessGroups, problem: str = "") -> None:
+    """Raise on every rank what one has as a problem, the first one's, or has failed with before it came here."""
     if first := first_problem(problem, groups.control):
         raise AttachError(problem or first)
 

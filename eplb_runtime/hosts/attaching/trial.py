@@ -37,7 +37,8 @@ from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import has_memory, local
 from ...planner.policies import shuffled
 from ...utils.files import write_file
-from .description import AttachError, Request
+from .checks import Checked
+from .description import AttachError
 
 MOVING = ("moved", "replicas")
 """Layouts in which homes move after each step; the other has replicas, too."""
@@ -107,9 +108,7 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
     """Return the same settings without replica slots and what only these use. An initial placement is for one number of
     replica slots, so it goes, too."""
-    usual = BalancerConfig()
-    dispatch = replace(config.dispatch, split_least_tokens=usual.dispatch.split_least_tokens)
-    without = replace(config, replica_slots=0, initial_placement=None, dispatch=dispatch, copies_by=usual.copies_by)
+    without = replace(config, replica_slots=0, initial_placement=None, copies_by=BalancerConfig.copies_by)
     return without if config.replica_slots else config
 
 
@@ -129,11 +128,10 @@ class TrialRun(LoopHooks):
     """Records the steps of a balancer, moves experts as the trial says, and ends the job.
 
     Args:
-        known: ``notes``, what attach has said of bits; ``untried``, layers whose own way attach could not call alone,
-            and why; ``replica_slots`` of the job's own settings.
+        known: ``notes``, what attach has said of bits, and ``replica_slots`` of the job's own settings.
     """
 
-    def __init__(self, request: Request, trial: Trial, balancer: Balancer, known: Mapping[str, Any]) -> None:
+    def __init__(self, request: Checked, trial: Trial, balancer: Balancer, known: Mapping[str, Any]) -> None:
         self._request, self._trial, self._balancer = request, trial, balancer
         self._runtime, self._tensors = balancer.runtime, balancer.tensors
         self._group, job = self._runtime.groups.background, self._runtime.job
@@ -141,7 +139,9 @@ class TrialRun(LoopHooks):
         self._rows: dict[tuple[str, int], TrialRow] = {}
         self._norms: dict[tuple[torch.Size, ...], float] = {}
         self._coarsest, self._of_old, self._has_run = 0.0, dict[str, int](), False
-        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "doubts": []}
+        tests = zip(request.layers, request.tests, strict=True)
+        untried = [f"{name} ({test.untried})" for (_, name, _), test in tests if test.untried]
+        self._meta: dict[str, Any] = {**known, "ranks": len(job.ranks), "untried": untried, "doubts": []}
         balancer.guard.complete_steps = trial.steps
         # Where all is on each rank gradients are averaged as they are made: what a loop does with them sees averages.
         self._is_early = trial.layout == "single" and len(job.layers_of_stage) == 1  # a schedule goes by stage
@@ -176,7 +176,7 @@ class TrialRun(LoopHooks):
         """Average gradients that a backward pass has left here, and put these on record: a loop that averages them, as
         it does where they are its ranks' own, leaves them as they are."""
         self._balancer.reduce_gradients()
-        for parameter in self._tensors.dense.values() if not self._runtime.averages_dense else ():
+        for parameter in self._tensors.dense.values() if self._runtime.config.dense_gradients == "host" else ():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(mean, group=self._runtime.groups.data)
@@ -226,13 +226,13 @@ class TrialRun(LoopHooks):
         if self._step == self._trial.steps:
             self._end()
         elif self._moves:
-            placement = self._balancer.placement
-            self._balancer.place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
+            rebalancer, placement = self._balancer.rebalancer, self._balancer.placement
+            rebalancer.place(shuffled(placement, counts.double().numpy()).with_epoch(placement.epoch + 1))
             self._spoil_replaced()
 
     def _spoil_replaced(self) -> None:
         """Give parameters from before attach other numbers and gradients: who still uses them trains otherwise."""
-        replaced = self._runtime.model_check.replaced()
+        replaced = self._tensors.replaced()
         for name, old in replaced.items():
             digest = row_of(name, "number", -1, old).digest
             if self._of_old.get(name, digest) != digest:
@@ -317,7 +317,7 @@ class TrialRun(LoopHooks):
         if self._tensors.host_steps:  # the framework's own, inside of what the balancer was given
             states = [state for o in gc.get_objects() if issubclass(type(o), Optimizer) for state in o.state.values()]
             owned += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        replaced = self._runtime.model_check.replaced().values()  # the records tell who uses these
+        replaced = self._tensors.replaced().values()  # the records tell who uses these
         known = (*owned, *replaced, *(old.grad for old in replaced))
         found = unregistered([stage.model for stage in self._request.stages], self._runtime.registry, known)
         holders = [(holder, one.shape) for one in found if (holder := holder_of(one, found))]

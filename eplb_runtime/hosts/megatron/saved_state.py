@@ -167,16 +167,13 @@ def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> l
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a state dict."""
-    yield from model.named_parameters()
-    passing = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in model.named_buffers():
-        if name not in passing and isinstance(buffer, Tensor):
-            yield name, buffer
+    """Yield the tensors of a state dict, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if isinstance(tensor, Tensor) and name not in module._non_persistent_buffers_set and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}".lstrip("."), tensor
 
 
 def _global(model: Any, name: str) -> str:

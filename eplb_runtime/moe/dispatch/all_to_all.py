@@ -26,9 +26,6 @@ from ..routing.water_filling import RowCounts
 from . import permute
 from .base import DispatchContext, Dispatcher, DispatchMetadata
 
-_WORTH_DEDUPLICATING = 1.2
-"""Times fewer rows: sending each token once to a rank costs a small exchange that names each choice's row."""
-
 
 @dataclass(frozen=True, eq=False)
 class AllToAllSplits:
@@ -95,13 +92,6 @@ class AllToAllMetadata(DispatchMetadata):
     sums: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-def worth_deduplicating(num_ranks: int, top_k: int) -> bool:
-    """Whether a token is sent once to each rank where it has choices, or once for each choice. Equal on all ranks: it
-    depends only on the number of ranks that evenly spread choices would visit."""
-    ranks_visited = num_ranks * (1 - (1 - 1 / num_ranks) ** top_k)
-    return top_k >= _WORTH_DEDUPLICATING * ranks_visited
-
-
 class AllToAll(Dispatcher):
     """Dispatch and combine for one EP group.
 
@@ -114,17 +104,19 @@ class AllToAll(Dispatcher):
         super().__init__(context)
         self._deduplicates: dict[dist.ProcessGroup, bool] = {}
 
-    # -- the seam ------------------------------------------------------------------------------------------------------
-
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
         if self._num_ranks == 1:
-            return self._plan_of_one_rank(slots_TK, counts)
+            leaving, local = self._leaving(slots_TK), AllToAllSplits(None, slots_TK.numel(), [0], [0])
+            routing = RowRouting(local, leaving.choice_N), RowRouting(local, leaving.token_N)
+            ends_S = leaving.counts_2RW[0, 0].cumsum(0, dtype=torch.int32)
+            counts_S = SlotCounts(ends_S, None if counts is None else counts.sent_P.tolist())
+            return AllToAllMetadata(*routing, leaving.place_TK, None, counts_S)
         dedup = self._sends_tokens_once(slots_TK)
         if dedup or counts is None:  # known counts are of choices, and say nothing of tokens
-            leaving = self._leaving(slots_TK, dedup, with_counts=True)
+            leaving = self._leaving(slots_TK, dedup, self.forward_tag.value)
             return self._metadata(leaving, *self._exchange_counts(leaving.counts_2RW))
         sent_RS = counts.sent_P.reshape(-1, self._slots_per_rank)
-        return self._metadata(self._leaving(slots_TK, False, False), np.stack([sent_RS, counts.received_RS]), None)
+        return self._metadata(self._leaving(slots_TK), np.stack([sent_RS, counts.received_RS]), None)
 
     def _metadata(
         self, leaving: permute.Leaving, both_2RW: NDArray[np.int64], received_RW: Tensor | None
@@ -143,53 +135,44 @@ class AllToAll(Dispatcher):
         routing = RowRouting(choices, arriving.arrived_M), RowRouting(tokens, arriving.row_M)
         return AllToAllMetadata(*routing, leaving.place_TK, arriving.slot_place_M, counts_S)
 
-    def _plan_of_one_rank(self, slots_TK: Tensor, counts: RowCounts | None) -> AllToAllMetadata:
-        leaving, local = self._leaving(slots_TK, False, False), AllToAllSplits(None, slots_TK.numel(), [0], [0])
-        routing = RowRouting(local, leaving.choice_N), RowRouting(local, leaving.token_N)
-        ends_S = leaving.counts_2RW[0, 0].cumsum(0, dtype=torch.int32)
-        on_host = None if counts is None else counts.sent_P.tolist()
-        return AllToAllMetadata(*routing, leaving.place_TK, None, SlotCounts(ends_S, on_host))
-
     def to_experts(
         self, source_TD: Tensor, weights_TK: Tensor | None, metadata: AllToAllMetadata, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        rows = self._tokens_to_experts(source_TD.contiguous(), metadata)
-        weights = None if weights_TK is None else self._to_experts(weights_TK.reshape(-1, 1), metadata.choices)
-        return rows(), None if weights is None else weights().squeeze(1), metadata.counts_S, metadata
+        tokens, choices, across = metadata.tokens, metadata.choices, metadata.across
+        rows = self._to_ranks(source_TD.contiguous(), across or tokens.splits)
+        weights = None if weights_TK is None else self._to_ranks(weights_TK.reshape(-1, 1), choices.splits)
+        if across is not None:
+            rows = self._to_ranks(rows(), tokens.splits)
+        rows_MD = self._by_slot(rows(), tokens)
+        weights_M = None if weights is None else self._by_slot(weights(), choices).squeeze(1)
+        return rows_MD, weights_M, metadata.counts_S, metadata
 
     def to_tokens(
         self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: AllToAllMetadata
     ) -> tuple[Tensor, Tensor | None]:
-        sums = self._sums_to_tokens(rows_MD, metadata, weights)
-        grads = None if grad_M is None else self._choices_to_tokens(grad_M.unsqueeze(1), metadata)
-        return sums(), None if grads is None else grads().squeeze(1)[metadata.place_TK]
+        place_TK, sums, dtype = metadata.place_TK, metadata.sums, rows_MD.dtype
+        back = metadata.choices.splits.reversed(metadata.slot_place_M)
+        if sums is None:
+            rows = self._to_ranks(rows_MD.contiguous(), back)
+        else:
+            of_tokens = self.kernels.sum_local_choices(rows_MD, sums[0], weights, dtype)
+            rows = self._to_ranks(of_tokens, metadata.tokens.splits.reversed(None))
+        grads = None if grad_M is None else self._to_ranks(grad_M.unsqueeze(1), back)
+        if sums is None:
+            sum_TD = self.kernels.sum_choices(rows(), place_TK, self._memory, weights)
+        else:
+            assert metadata.across is not None
+            of_nodes = self.kernels.sum_local_choices(rows(), sums[1], None, dtype)
+            rows = self._to_ranks(of_nodes, metadata.across.reversed(None))
+            sum_TD = self.kernels.sum_local_choices(rows(), sums[2], None, dtype)
+        return sum_TD, None if grads is None else grads().squeeze(1)[place_TK]
 
-    # -- transfers: each posts its exchange and returns a function that waits for it -----------------------------------
+    def _leaving(self, slots_TK: Tensor, dedup: bool = False, tag: int | None = None) -> permute.Leaving:
+        return self.kernels.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
 
-    def _tokens_to_experts(self, source_TD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
-        """Send a value of each token to its experts; waiting returns ``[M, D]``, by slot."""
-        return self._to_experts(source_TD, metadata.tokens)
-
-    def _sums_to_tokens(
-        self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
-    ) -> Callable[[], Tensor]:
-        """Send rows by slot to their tokens; waiting returns each token's sum ``[T, D]``."""
-        rows = self._choices_to_tokens(rows_MD, metadata)
-        return lambda: self.kernels.sum_choices(rows(), metadata.place_TK, self._memory, weights)
-
-    def _to_experts(self, source: Tensor, routing: RowRouting) -> Callable[[], Tensor]:
-        """Send rows of ``source`` ``[*, D]``; waiting returns ``[M, D]``, by slot."""
-        received = self._to_ranks(source, routing.splits)
-
-        def wait() -> Tensor:
-            rows, row_M = received(), routing.received_row_M
-            return torch.index_select(rows, 0, row_M, out=self._memory.like(rows, row_M.shape[0]))
-
-        return wait
-
-    def _choices_to_tokens(self, rows_MD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
-        """Send rows of choices back; waiting returns ``[N, D]``, ordered as ``place_TK`` says."""
-        return self._to_ranks(rows_MD.contiguous(), metadata.choices.splits.reversed(metadata.slot_place_M))
+    def _by_slot(self, received: Tensor, routing: RowRouting) -> Tensor:
+        out = self._memory.like(received, routing.received_row_M.shape[0])
+        return torch.index_select(received, 0, routing.received_row_M, out=out)
 
     def _to_ranks(self, source: Tensor, splits: AllToAllSplits) -> Callable[[], Tensor]:
         """Send rows of ``source`` ``[*, D]``; waiting returns those received: local ones first, then by rank."""
@@ -217,20 +200,15 @@ class AllToAll(Dispatcher):
 
         return wait
 
-    # -- metadata ------------------------------------------------------------------------------------------------------
-
-    def _leaving(self, slots_TK: Tensor, dedup: bool, with_counts: bool) -> permute.Leaving:
-        """The order in which rows leave; ``with_counts``: counts will be exchanged, and this rank's tag with them."""
-        tag = self.forward_tag.value if with_counts else None
-        return self.kernels.leaving(slots_TK, self._rank, self._num_ranks, self._slots_per_rank, dedup=dedup, tag=tag)
-
     def _sends_tokens_once(self, slots_TK: Tensor) -> bool:
-        """Return whether a token goes once to each rank, as a channel's first batch decides, before which tags are
-        compared: counts have one size then, whatever top-k a later batch has. Two batches at once each compare on their
-        own channel: which of them is first differs between ranks."""
-        group = self.channels.current().counts
+        """Return whether a token goes once to each rank where it has choices, not once for each choice, by the ranks
+        that evenly spread choices would visit. A channel's first batch decides, before which tags are compared: counts
+        have one size then, whatever top-k a later batch has. Two batches at once each compare on their own channel:
+        which of them is first differs between ranks."""
+        group, ranks, top_k = self.channels.current().counts, self._num_ranks, slots_TK.shape[1]
         if group not in self._deduplicates:
-            self._deduplicates[group] = worth_deduplicating(self._num_ranks, slots_TK.shape[1])
+            # Sending each token once to a rank costs a small exchange that names each choice's row.
+            self._deduplicates[group] = top_k >= 1.2 * ranks * (1 - (1 - 1 / ranks) ** top_k)
             self.gather_counts(slots_TK.new_empty(0, dtype=torch.int64))
         return self._deduplicates[group]
 

@@ -54,18 +54,10 @@ class DispatchContext:
         tag = ForwardTag(range(group.size()), group.rank())
         return cls(MicroBatchChannels(MicroBatchChannel(group, group)), slots_per_rank, tag)
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Return the EP group, on the tokens' device."""
-        return self.channels.first.tokens
-
 
 class DispatchMetadata:
-    """Where each row goes; each kind of dispatcher has its own fields.
-
-    Hidden states with the same choices and router weights on all ranks can be dispatched with it again (activation
-    recompute).
-    """
+    """Where each row goes; each kind of dispatcher has its own fields. Hidden states with the same choices and router
+    weights on all ranks can be dispatched with it again (activation recompute)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +90,6 @@ class Dispatcher(ABC):
     Attributes:
         combine_order: ``"logical"``: a token's results are summed in the router's order, so that placement changes no
             bit. ``"by_rank"``: summed on each rank first, then over ranks.
-        channels, kernels, forward_tag, expert_clock: as given.
     """
 
     combine_order: Literal["logical", "by_rank"] = "logical"
@@ -106,8 +97,8 @@ class Dispatcher(ABC):
     def __init__(self, context: DispatchContext) -> None:
         self.channels, self.kernels = context.channels, context.kernels
         self.forward_tag, self.expert_clock = context.forward_tag, context.expert_clock
-        self._rank, self._num_ranks = context.group.rank(), context.group.size()
-        self._slots_per_rank = context.slots_per_rank
+        self._group, self._slots_per_rank = context.channels.first.tokens, context.slots_per_rank
+        self._rank, self._num_ranks = self._group.rank(), self._group.size()
         self._memory = RowMemory()
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:

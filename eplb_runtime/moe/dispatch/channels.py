@@ -154,8 +154,7 @@ class MicroBatchChannels:
         self._worker = Worker("eplb_runtime second channel")
         self._second_thread: int | None = None
         self._order: CollectiveOrder | None = None
-        self._forwards_only = False
-        self._gradients: Any = None
+        self._forwards_only, self._gradients = False, None
 
     @property
     def busy(self) -> bool:
@@ -224,7 +223,12 @@ class MicroBatchChannels:
         if self.busy:
             raise RuntimeError("two batches run at once already, and a third has no channel")
         self._ahead()
-        modes = self._modes_of_this_thread()
+        kinds = filter(torch.amp.is_autocast_available, sorted({"cpu", self.streams.device.type}))
+        modes: list[Callable[[], AbstractContextManager[Any]]] = [
+            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+            *(partial(torch.autocast, k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds),
+        ]
         order = self._order = CollectiveOrder(self._seconds)
         self._forwards_only = forwards_only
 
@@ -255,13 +259,3 @@ class MicroBatchChannels:
         """Run one thing on its stream, so that its backward pass can be one of two things at once."""
         with self.streams.begin() as pair, self.streams.on(pair[swapped]):
             return work()
-
-    def _modes_of_this_thread(self) -> list[Callable[[], AbstractContextManager[Any]]]:
-        modes: list[Callable[[], AbstractContextManager[Any]]] = [
-            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
-            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        ]
-        for kind in filter(torch.amp.is_autocast_available, sorted({"cpu", self.streams.device.type})):
-            dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-            modes.append(partial(torch.autocast, kind, dtype=dtype, enabled=enabled))
-        return modes

@@ -1,9 +1,8 @@
-"""Which dispatcher carries a job's tokens: what each rank finds, one choice for all of an EP group, and why."""
+"""What carries a job's tokens: why a rank cannot have what is asked for, and what its settings give up."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,15 +33,6 @@ _NOTES = {
 """Losses of each setting of `DispatchConfig` that is not the default."""
 
 
-@dataclass(frozen=True)
-class DispatchChoice:
-    """The dispatcher of one EP group, equal on all its ranks, why, and what of a wish cannot be had."""
-
-    name: str
-    why: str
-    problem: str = ""
-
-
 def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: int, device: torch.device) -> str:
     """Return why DeepEP cannot serve this rank with these settings, in a line, or ""."""
     ranks, low_latency = topology.num_ranks, config.dispatch.low_latency_tokens > 0
@@ -64,26 +54,21 @@ def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: i
     return why
 
 
-def choose_together(
+def dispatch_problem(
     config: BalancerConfig,
     group: dist.ProcessGroup,
     topology: Topology,
     slots_per_rank: int,
     device: torch.device,
     seconds: float,
-) -> DispatchChoice:
-    """Return one choice for all ranks of this EP group, by ``DispatchConfig.name`` and what each rank lacks. Collective
-    over it, if there is something to choose."""
-    asked, why = config.dispatch.name, ""
-    if asked not in OVER_TORCH:
-        mine = why_not_deepep(config, topology, slots_per_rank, device)
-        said = gather_bytes(mine.encode(), group, device, time.monotonic() + seconds)
-        why = next((f"rank {rank}: {word.decode()}" for rank, word in enumerate(said) if word), "")
-    if asked != "auto":
-        return DispatchChoice(asked, "it was asked for", f"dispatch={asked!r}: {why}" if why else "")
-    if why:
-        return DispatchChoice("all_to_all", f"no deepep: {why}")
-    return DispatchChoice("deepep", "GPUs that it is for, and installed")
+) -> str:
+    """Return why a rank of this EP group cannot have the dispatcher that is asked for, equal on all of them, or "".
+    Collective over it, if there is something to find out."""
+    if (name := config.dispatch.name) in OVER_TORCH:
+        return ""
+    mine = why_not_deepep(config, topology, slots_per_rank, device).encode()
+    said = gather_bytes(mine, group, device, time.monotonic() + seconds)
+    return next((f"dispatch={name!r}: rank {rank}: {word.decode()}" for rank, word in enumerate(said) if word), "")
 
 
 def notes(config: BalancerConfig) -> list[str]:
@@ -92,15 +77,13 @@ def notes(config: BalancerConfig) -> list[str]:
     return [f"{name}{said}" for name, said in _NOTES.items() if given[name] != DispatchConfig.__dict__[name]]
 
 
-def make_dispatcher(
-    config: BalancerConfig, choice: DispatchChoice, topology: Topology, context: DispatchContext
-) -> Dispatcher:
+def make_dispatcher(config: BalancerConfig, topology: Topology, context: DispatchContext) -> Dispatcher:
     """Make the dispatcher of an EP group."""
-    if choice.name == "all_to_all":
+    if config.dispatch.name == "all_to_all":
         return AllToAll(context)
-    if choice.name == "hierarchical":
+    if config.dispatch.name == "hierarchical":
         return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
-    return DeepEPDispatcher(context, config.dispatch, AllToAll(context) if config.dispatch.name == "auto" else None)
+    return DeepEPDispatcher(context, config.dispatch)
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:

@@ -1,14 +1,10 @@
 """Dispatch over DeepEP's first interface, `deep_ep.Buffer`, whose kernels send rows from GPU to GPU without the host.
 
-Two orders of a token's sum. ``"by_rank"`` is what such kernels are made for: a token goes to each rank once, results
-are weighted and summed there, and over ranks on the way back, in bfloat16. ``"logical"`` is exact as `all_to_all` is:
-each choice is a row of its own with one expert, K times the rows; results come back one for each choice, and are
-weighted and summed here in the router's order.
-
-A row is a hidden state in bfloat16, or in float8 with scales. Router weights, and their gradients on the way back, go
-beside the rows as DeepEP carries them, in float32, and keep every bit: a gradient has one summand that is not zero. A
-handle that is used again carries rows alone, so weights are kept from its first use. What a row becomes depends on the
-row alone, not on where it goes.
+Two orders of sums: ``"by_rank"``, a row for each rank that a token visits, and ``"logical"``, where each choice is a
+row of its own with one expert (README). A row is a hidden state in bfloat16, or in float8 with scales. Router
+weights, and their gradients on the way back, go beside the rows as DeepEP carries them, in float32, and keep every bit:
+a gradient has one summand that is not zero. A handle that is used again carries rows alone, so weights are kept from
+its first use.
 
 Whether the package is there, and the buffers of a process: `distributed/transports/deepep.py`. Shape suffixes in
 addition to the room's: N rows of this rank (tokens, or choices in logical order), W slots that a row may go to (K, or
@@ -34,26 +30,20 @@ from .base import DispatchContext, Dispatcher, DispatchMetadata
 from .channels import MicroBatchChannel
 
 WIRE_DTYPE, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
-ROW_BYTES = 32
-"""DeepEP's kernels copy rows in halves of 16 bytes a channel."""
-MOST_ROW_BYTES = 15 << 10
-"""A row is staged in a warp's 16 KiB of shared memory, with its scales, ids and weights."""
-SCALED_COLUMNS = 128
-"""That share a scale."""
-_LARGEST = torch.finfo(FLOAT8).max
-_SMALLEST_AMAX = 1e-4
-"""As DeepEP's own casts: a scale is never zero."""
-_SCALES = 4
-"""Scales of a row that are copied at once."""
-
-Rows = Tensor | tuple[Tensor, Tensor]
-"""bfloat16 ``[N, C]``; or float8 ``[N, D]`` and scales, float32 ``[N, C]``. What is past D, or D / 128, fills up."""
+ROW_BYTES, MOST_ROW_BYTES = 32, 15 << 10
+"""DeepEP's kernels copy rows in halves of 16 bytes a channel. One is staged in a warp's 16 KiB of shared memory, with
+its scales, ids and weights."""
 _SUMMED_BYTES = 512
 """Between nodes a warp adds rows up 32 channels of 16 bytes at a time, and asserts that nothing is left over."""
-WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
-"""Hidden sizes that low-latency kernels are built for (csrc/kernels/launch.cuh, SWITCH_HIDDEN)."""
-MOST_TOP_K = 11
-"""Choices of a token that they take (csrc/kernels/internode_ll.cu, kNumMaxTopK)."""
+SCALED_COLUMNS, _SCALES = 128, 4
+"""Columns that share a scale, and scales of a row that are copied at once."""
+_LARGEST, _SMALLEST_AMAX = torch.finfo(FLOAT8).max, 1e-4
+"""As in DeepEP's own casts: a scale is never zero."""
+WIDTHS, MOST_TOP_K = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192), 11
+"""Hidden sizes that low-latency kernels are built for (csrc/kernels/launch.cuh, SWITCH_HIDDEN), and choices of a token
+that they take (csrc/kernels/internode_ll.cu, kNumMaxTopK)."""
+Rows = Tensor | tuple[Tensor, Tensor]
+"""bfloat16 ``[N, C]``; or float8 ``[N, D]`` and scales, float32 ``[N, C]``. What is past D, or D / 128, fills up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +54,15 @@ class SendLayout(DispatchMetadata):
         slots_NW: int64, physical slots.
         top_k: K.
         sent: DeepEP's layout: rows to each rank and node, choices for each slot, which rows go to which ranks.
-        arriving: a bound of the rows that arrive here and of those that pass through, and choices for each local slot.
+        most: a bound of the rows that arrive here and of those that pass through.
+        choices_S: choices for each local slot.
     """
 
     slots_NW: Tensor
     top_k: int
     sent: tuple[Tensor, Tensor | None, Tensor, Tensor]
-    arriving: tuple[int, list[int]]
+    most: int
+    choices_S: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,33 +71,34 @@ class RecvLayout(DispatchMetadata):
 
     Args:
         handle: DeepEP's.
+        top_k: K of this rank's tokens.
         weights_M: float32, the router weight of each row by slot; None if none were sent.
         counts_S: rows by slot.
-        received_row_M: int64, for each row by slot the received row that it is.
-        choice_M: int64, and which of the choices of all received rows.
+        choice_M: int64, for each row by slot which it is of the choices of all received rows.
         place_UW: int64, for each choice of a received row its place by slot; -1 where it has none here.
-        top_k: K of this rank's tokens.
     """
 
     handle: Any
+    top_k: int
     weights_M: Tensor | None
     counts_S: SlotCounts
-    received_row_M: Tensor
     choice_M: Tensor
     place_UW: Tensor
-    top_k: int
 
     @classmethod
-    def of(cls, handle: Any, slots_UW: Tensor, weights_UW: Tensor | None, counts: list[int], top_k: int) -> RecvLayout:
+    def of(cls, handle: Any, slots_UW: Tensor, weights_UW: Tensor | None, sent: SendLayout) -> RecvLayout:
         """Return rows by slot, those of a slot as they arrived: by source rank and position there. ``slots_UW``: local
         ones, -1 where a choice is on another rank, and for rows past those that came."""
         slots_N = slots_UW.reshape(-1)
         here_N = slots_N >= 0
         order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
-        choice_M, counts_S = order_N[: sum(counts)], SlotCounts.of(counts, slots_N.device)
+        choice_M, counts_S = order_N[: sum(sent.choices_S)], SlotCounts.of(sent.choices_S, slots_N.device)
         place_UW = torch.where(here_N, permute.inverse(order_N), -1).view(slots_UW.shape)
         weights_M = None if weights_UW is None else weights_UW.reshape(-1).index_select(0, choice_M)
-        return cls(handle, weights_M, counts_S, choice_M // slots_UW.shape[1], choice_M, place_UW, top_k)
+        return cls(handle, sent.top_k, weights_M, counts_S, choice_M, place_UW)
+
+
+_Layout = SendLayout | RecvLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +126,7 @@ class LowLatency(Dispatcher):
                 "NVSHMEM, and a process starts it once; leave low_latency_tokens out"
             )
         self.most_tokens, self._in_float8 = most_tokens, in_float8
-        self._package, self._group = deepep.imported(), context.group
+        self._package = deepep.imported()
         self._made: tuple[int, Any] | None = None
 
     def refusal(self, hidden_TD: Tensor, weights_TK: Tensor) -> str:
@@ -208,56 +201,53 @@ class DeepEPDispatcher(Dispatcher):
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
         config: ``combine_order``, ``sms``, ``dtype`` and ``low_latency_tokens`` are used here.
-        otherwise: carries what DeepEP refuses; None: an error.
 
     Raises:
         ConfigError: the package is not there or cannot serve this group.
     """
 
-    def __init__(self, context: DispatchContext, config: DispatchConfig, otherwise: Dispatcher | None = None) -> None:
+    def __init__(self, context: DispatchContext, config: DispatchConfig) -> None:
         super().__init__(context)
-        self._otherwise = otherwise
         self.combine_order = config.combine_order
-        self._by_rank = config.combine_order == "by_rank"
-        self._package = deepep.imported()
-        self._sms, self._between_nodes = config.sms, self._num_ranks > deepep.RANKS_OF_A_NODE
+        self._by_rank, self._in_float8 = config.combine_order == "by_rank", config.dtype == "float8"
+        self._package, self._sms = deepep.imported(), config.sms
+        self._between_nodes = self._num_ranks > deepep.RANKS_OF_A_NODE
         self._package.Buffer.set_num_sms(config.sms)
         # They hold the number of multiprocessors: made after it was set.
         self._there, self._back = deepep.settings(self._package, self._num_ranks)
         self._buffers: dict[MicroBatchChannel, Any] = {}
-        self._in_float8 = config.dtype == "float8"
-        self._low_latency: LowLatency | None = None
-        if config.low_latency_tokens:
-            self._low_latency = LowLatency(context, config.low_latency_tokens, self._in_float8)
+        few = config.low_latency_tokens
+        self._low_latency = LowLatency(context, few, self._in_float8) if few else None
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
         refused, few = refusal(hidden_TD, weights_TK, self._in_float8), self._low_latency
-        if few is not None and self._nothing_learns():
+        # Activation checkpointing repeats forwards of training that had no gradients at first.
+        if few is not None and not torch.is_grad_enabled() and not self.forward_tag.training:
             refused = refused or few.refusal(hidden_TD, weights_TK)
             # All ranks take the same kernels, also where only one has too many tokens for them.
             tokens = torch.full((1,), len(hidden_TD), device=hidden_TD.device)
             if not refused and self.gather_counts(tokens).max() <= few.most_tokens:
                 return few
-        if refused and self._otherwise is None:
+        if refused:
             raise ConfigError(refused)
-        return self._otherwise if refused and self._otherwise is not None else self
+        return self
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
         slots_NW = (slots_TK if self._by_rank else slots_TK.reshape(-1, 1)).contiguous()
         with self.channels.launching():  # the first call makes the buffer with the other ranks
             sent = self._buffer().get_dispatch_layout(slots_NW, self._num_ranks * self._slots_per_rank)[:4]
-        return SendLayout(slots_NW, slots_TK.shape[1], sent, self._arriving(sent, counts))
+        return SendLayout(slots_NW, slots_TK.shape[1], sent, *self._arriving(sent, counts))
 
     def to_experts(
-        self,
-        source_TD: Tensor,
-        weights_TK: Tensor | None,
-        metadata: SendLayout | RecvLayout,
-        *,
-        gradients: bool = False,
+        self, source_TD: Tensor, weights_TK: Tensor | None, metadata: _Layout, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        rows, layout = self._send(source_TD, weights_TK, metadata, self._in_float8 and not gradients)
-        rows_MD = unpack(rows, layout.received_row_M, source_TD.shape[1])
+        sent_NC = pack(source_TD, 1 if self._by_rank else metadata.top_k, self._in_float8 and not gradients)
+        with self.channels.launching():
+            if isinstance(metadata, SendLayout):
+                rows, layout = self._send(sent_NC, weights_TK, metadata)
+            else:
+                rows, layout = self._buffer().dispatch(sent_NC, handle=metadata.handle, config=self._there)[0], metadata
+        rows_MD = unpack(rows, layout.choice_M // layout.place_UW.shape[1], source_TD.shape[1])
         if weights_TK is None:
             return rows_MD, None, layout.counts_S, layout
         assert layout.weights_M is not None
@@ -266,8 +256,19 @@ class DeepEPDispatcher(Dispatcher):
     def to_tokens(
         self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: RecvLayout
     ) -> tuple[Tensor, Tensor | None]:
-        rows_ND, grad_NW = self._sums_to_tokens(rows_MD, weights if self._by_rank else None, grad_M, metadata)
-        grad_TK = None if grad_NW is None else grad_NW.reshape(-1, metadata.top_k)
+        """Rows by slot are summed for each received row; sums, and the gradient of each choice's weight, go to where
+        the choices were made."""
+        weights_M, width = weights if self._by_rank else None, rows_MD.shape[1]
+        sums_UD = self.kernels.sum_local_choices(rows_MD, metadata.place_UW, weights_M, WIRE_DTYPE)
+        grad_UW = None
+        if grad_M is not None:  # each choice is on one rank, and zero from all others
+            grad_UW = torch.zeros_like(metadata.place_UW, dtype=torch.float32)
+            grad_UW.view(-1).index_copy_(0, metadata.choice_M, grad_M.float())
+        filled_UC = _filled(sums_UD, (_SUMMED_BYTES if self._between_nodes else ROW_BYTES) // WIRE_DTYPE.itemsize)
+        with self.channels.launching():
+            rows_NC, grad_NW, _ = self._buffer().combine(filled_UC, metadata.handle, grad_UW, config=self._back)
+        rows_ND = rows_NC if rows_NC.shape[1] == width else rows_NC[:, :width].clone()  # models write in place
+        grad_TK = None if grad_M is None else grad_NW.to(grad_M.dtype).reshape(-1, metadata.top_k)
         if self._by_rank:
             return rows_ND, grad_TK
         # Each token's choices come back to where they were sent from.
@@ -294,58 +295,31 @@ class DeepEPDispatcher(Dispatcher):
             )
         return self._buffers[channel]
 
-    def _send(
-        self, source_TD: Tensor, weights_TK: Tensor | None, metadata: SendLayout | RecvLayout, in_float8: bool
-    ) -> tuple[Rows, RecvLayout]:
-        """Rows that arrive, and their layout: a new one, or that of an earlier dispatch, without a host sync.
+    def _send(self, rows_NC: Rows, weights_TK: Tensor | None, metadata: SendLayout) -> tuple[Rows, RecvLayout]:
+        """Rows that arrive, and their layout, without a host sync.
 
         DeepEP need not tell the host what arrives. Inside a node it would wait with Python's interpreter locked
         (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
         """
-        rows_NC = pack(source_TD, 1 if self._by_rank else metadata.top_k, in_float8)
-        with self.channels.launching():
-            if isinstance(metadata, RecvLayout):
-                return self._buffer().dispatch(rows_NC, handle=metadata.handle, config=self._there)[0], metadata
-            to_ranks, to_nodes, to_slots, in_rank = metadata.sent
-            (most, choices_S), slots_NW = metadata.arriving, metadata.slots_NW
-            weights = torch.zeros_like(slots_NW) if weights_TK is None else weights_TK
-            rows, slots_UW, weights_UW, _, handle, _ = self._buffer().dispatch(
-                rows_NC,
-                num_tokens_per_rank=to_ranks,
-                num_tokens_per_rdma_rank=to_nodes,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=to_slots,
-                topk_idx=slots_NW,
-                topk_weights=weights.float().reshape(slots_NW.shape).contiguous(),
-                num_worst_tokens=max(1, most),
-                config=self._there,
-            )
-        sent_UW = None if weights_TK is None else weights_UW
-        return rows, RecvLayout.of(handle, slots_UW, sent_UW, choices_S, metadata.top_k)
-
-    def _sums_to_tokens(
-        self, rows_MD: Tensor, weights_M: Tensor | None, grad_M: Tensor | None, layout: RecvLayout
-    ) -> tuple[Tensor, Tensor | None]:
-        """Sum rows by slot for each received row, and send them to where their choices were made, with the gradient of
-        each choice's weight; returns ``[N, D]`` and ``[N, W]``."""
-        sums_UD = self.kernels.sum_local_choices(rows_MD, layout.place_UW, weights_M, WIRE_DTYPE)
-        grad_UW, width = None, rows_MD.shape[1]
-        if grad_M is not None:  # each choice is on one rank, and zero from all others
-            grad_UW = torch.zeros_like(layout.place_UW, dtype=torch.float32)
-            grad_UW.view(-1).index_copy_(0, layout.choice_M, grad_M.float())
-        filled_UC = _filled(sums_UD, (_SUMMED_BYTES if self._between_nodes else ROW_BYTES) // WIRE_DTYPE.itemsize)
-        with self.channels.launching():
-            summed_NC, grad_NW, _ = self._buffer().combine(filled_UC, layout.handle, grad_UW, config=self._back)
-        rows_ND = summed_NC if summed_NC.shape[1] == width else summed_NC[:, :width].clone()  # models write in place
-        return rows_ND, None if grad_M is None else grad_NW.to(grad_M.dtype)
-
-    # -- counts --------------------------------------------------------------------------------------------------------
+        (to_ranks, to_nodes, to_slots, in_rank), slots_NW = metadata.sent, metadata.slots_NW
+        weights = torch.zeros_like(slots_NW) if weights_TK is None else weights_TK
+        rows, slots_UW, weights_UW, _, handle, _ = self._buffer().dispatch(
+            rows_NC,
+            num_tokens_per_rank=to_ranks,
+            num_tokens_per_rdma_rank=to_nodes,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=to_slots,
+            topk_idx=slots_NW,
+            topk_weights=weights.float().reshape(slots_NW.shape).contiguous(),
+            num_worst_tokens=max(1, metadata.most),
+            config=self._there,
+        )
+        return rows, RecvLayout.of(handle, slots_UW, None if weights_TK is None else weights_UW, metadata)
 
     def _arriving(
         self, sent: tuple[Tensor, Tensor | None, Tensor, Tensor], known: RowCounts | None
     ) -> tuple[int, list[int]]:
-        """Return a bound of the rows that arrive here and of those that pass through, and choices of each slot here;
-        compares forwards."""
+        """Return ``most`` and ``choices_S`` of `SendLayout`; compares forwards."""
         to_ranks, to_nodes, to_slots, _ = sent
         if known is not None and to_nodes is None and not self._by_rank:  # then a row is a choice
             choices_S = known.received_RS.sum(axis=0).tolist()
@@ -357,10 +331,6 @@ class DeepEPDispatcher(Dispatcher):
         passing = int(rows_RN[place :: deepep.RANKS_OF_A_NODE, node : node + 1].sum())
         first = self._num_ranks + self._rank * self._slots_per_rank
         return max(int(rows_W[self._rank]), passing), rows_W[first : first + self._slots_per_rank].tolist()
-
-    def _nothing_learns(self) -> bool:
-        """And nothing will: activation checkpointing repeats forwards of training that had no gradients at first."""
-        return not torch.is_grad_enabled() and not self.forward_tag.training
 
 
 # -- What is in a row -------------------------------------------------------------------------------------------------

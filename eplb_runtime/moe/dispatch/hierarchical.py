@@ -1,15 +1,14 @@
 """Dispatch over torch.distributed for several nodes: a token crosses to a node once, and is forwarded inside it.
 
-What DeepEP's normal kernels do across NVLink and RDMA. A token goes from its rank to the rank of the same place on each
-node where it has choices, and from there once to each rank that it visits. Two exchanges in the place of one, each
-among all ranks of the EP group: what goes to ranks that have no part in one is empty.
+A token goes from its rank to the rank of the same place on each node where it has choices, and from there once to each
+rank that it visits. Two exchanges in the place of one, each among all ranks of the EP group: what goes to ranks that
+have no part in one is empty.
 
 In logical order results come back one for each choice, as `all_to_all` brings them, to the same bits. By rank they are
 weighed and summed where they were computed, summed again where the token came to the node, and once more where it came
 from: a row for each node crosses back.
 
-Shape suffixes in addition to the room's: N nodes, G ranks a node, F tokens that come to this rank to be forwarded, V
-tokens that visit it.
+Shape suffixes in addition to the room's: N nodes, G ranks a node, F tokens that come to this rank to be forwarded.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ..routing.water_filling import RowCounts
+from ..routing.water_filling import Longs, RowCounts
 from . import permute
 from .all_to_all import AllToAll, AllToAllMetadata, AllToAllSplits, RowRouting
 from .base import DispatchContext
 from .permute import block_offsets, local_first_order
-
-Longs = NDArray[np.int64]
 
 
 class Hierarchical(AllToAll):
@@ -47,60 +43,39 @@ class Hierarchical(AllToAll):
     ) -> None:
         super().__init__(context)
         self.combine_order = combine_order
-        if self._num_ranks % ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node={ranks_per_node} does not divide the {self._num_ranks} ranks of the group"
-            )
         self._nodes, self._on_node = self._num_ranks // ranks_per_node, ranks_per_node
         self._node, self._place = divmod(self._rank, ranks_per_node)
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> AllToAllMetadata:
-        nodes, on_node = self._nodes, self._on_node
-        visits_TR = permute.visits(slots_TK, self._slots_per_rank, self._num_ranks)
-        visits_TNG = visits_TR.view(-1, nodes, on_node)
+        nodes, on_node, slots = self._nodes, self._on_node, self._slots_per_rank
+        visits_TNG = permute.visits(slots_TK // slots, self._num_ranks).view(-1, nodes, on_node)
         visits_TN = (visits_TNG.sum(dim=2) > 0).to(torch.int64)
         # Each rank learns of the tokens that visit its node, and of those that visit each of the ranks there.
         counts_NW = torch.cat([visits_TN.sum(dim=0).unsqueeze(1), visits_TNG.sum(dim=0)], dim=1)
-        leaving = self._leaving(slots_TK, dedup=False, with_counts=False)
+        leaving = self._leaving(slots_TK, dedup=True)
         tag_R1 = counts_NW.new_full((self._num_ranks, 1), self.forward_tag.value)
         counts_RW = torch.cat([leaving.counts_2RW[0], counts_NW.repeat_interleave(on_node, dim=0), tag_R1], dim=1)
         both_2RW, received_RW = self._exchange_counts(torch.stack([counts_RW, counts_RW]))
-        by_choice, slots = self._metadata(leaving, both_2RW, received_RW), self._slots_per_rank
-        tokens_2NG = both_2RW[:, :, slots].reshape(2, nodes, on_node)
+        straight = self._metadata(leaving, both_2RW, received_RW)  # as if each token came from its own rank
+        tokens_2NG = both_2RW[:, :, slots + 1].reshape(2, nodes, on_node)
         # Of tokens by node and place, to each rank here.
-        visits_NGG = both_2RW[1, :, slots + 1 : slots + 1 + on_node].reshape(nodes, on_node, on_node)
+        visits_NGG = both_2RW[1, :, slots + 2 : slots + 2 + on_node].reshape(nodes, on_node, on_node)
 
         across, visited = self._across(visits_TNG, visits_TN, tokens_2NG[:, :, self._place])
-        begin_R = self._begin_of_sources(visits_NGG[:, :, self._place])
-        row_of_token_TR = visits_TR.cumsum(dim=0) - 1
-        source_rows = self._source_rows(slots_TK, row_of_token_TR, by_choice.choices, both_2RW[1, :, :slots], begin_R)
-        within = self._within(visited(), visits_NGG)
-        tokens, sums = RowRouting(within, source_rows()), None
+        shift_R = self._begin_of_sources(visits_NGG[:, :, self._place])
+        shift_R -= block_offsets(both_2RW[1, :, slots], self._rank)
+        shifts = np.stack([np.tile(shift_R, slots), both_2RW[1, :, :slots].T.ravel()])
+        shift, length = torch.from_numpy(shifts).to(slots_TK.device, non_blocking=True)
+        row_M = straight.tokens.received_row_M
+        row_M = row_M + torch.repeat_interleave(shift, length, output_size=row_M.shape[0])
+        within, sums = self._within(visited(), visits_NGG), None
         if self.combine_order == "by_rank":
             sums = (
-                _by_token(tokens.received_row_M, within.num_received_rows, slots_TK.shape[1]),
+                _by_token(row_M, within.num_received_rows, slots_TK.shape[1]),
                 _by_token(within.index_U, across.num_received_rows, on_node),
                 _by_token(across.index_U, slots_TK.shape[0], nodes),
             )
-        return replace(by_choice, tokens=tokens, across=across, sums=sums)
-
-    def _tokens_to_experts(self, source_TD: Tensor, metadata: AllToAllMetadata) -> Callable[[], Tensor]:
-        assert metadata.across is not None
-        forwarded = self._to_ranks(source_TD, metadata.across)
-        return lambda: self._to_experts(forwarded(), metadata.tokens)()
-
-    def _source_rows(
-        self, slots_TK: Tensor, row_of_token_TR: Tensor, choices: RowRouting, counts_RS: Longs, begin_R: Longs
-    ) -> Callable[[], Tensor]:
-        """Send with each choice the row that its token has on the choice's rank, where a token goes only once; waiting
-        returns int64 ``[M]``, for each row by slot its token's received row."""
-        source_row_TK = row_of_token_TR.gather(1, slots_TK // self._slots_per_rank)
-        source_row = self._to_experts(source_row_TK.view(-1, 1), choices)
-        begin_SR = np.tile(begin_R, self._slots_per_rank)
-        groups = torch.from_numpy(np.stack([begin_SR, counts_RS.T.ravel()])).to(slots_TK.device, non_blocking=True)
-        rows = choices.received_row_M.shape[0]
-        begin_M = torch.repeat_interleave(groups[0], groups[1], output_size=rows)
-        return lambda: begin_M + source_row().squeeze(1)
+        return replace(straight, tokens=RowRouting(within, row_M), across=across, sums=sums)
 
     def _across(
         self, visits_TNG: Tensor, visits_TN: Tensor, tokens_2N: Longs
@@ -135,22 +110,6 @@ class Hierarchical(AllToAll):
         begin_NG = np.empty_like(tokens_NG)
         begin_NG[order] = permute.group_begins(tokens_NG[order].T).T
         return begin_NG.reshape(-1)
-
-    def _sums_to_tokens(
-        self, rows_MD: Tensor, metadata: AllToAllMetadata, weights: Tensor | None
-    ) -> Callable[[], Tensor]:
-        if metadata.sums is None:
-            return super()._sums_to_tokens(rows_MD, metadata, weights)
-        assert metadata.across is not None
-        across, (on_rank, on_node, over_nodes), dtype = metadata.across, metadata.sums, rows_MD.dtype
-        sum_local_choices, back = self.kernels.sum_local_choices, metadata.tokens.splits.reversed(None)
-        sums = self._to_ranks(sum_local_choices(rows_MD, on_rank, weights, dtype), back)
-
-        def wait() -> Tensor:
-            sums_of_nodes = self._to_ranks(sum_local_choices(sums(), on_node, None, dtype), across.reversed(None))
-            return sum_local_choices(sums_of_nodes(), over_nodes, None, dtype)
-
-        return wait
 
 
 def _by_token(token_U: Tensor | None, tokens: int, most: int) -> Tensor:

@@ -43,19 +43,13 @@ class RowMemory:
         if example.device.type != "cpu" or size < _SMALLEST_POOLED or _holders is None:
             return torch.empty(shape, dtype=dtype, device=example.device)
         with self._lock:
-            return torch.empty(0, dtype=dtype).set_(self._storage(size), 0, shape)  # type: ignore[call-overload]
-
-    def _storage(self, size: int) -> torch.UntypedStorage:
-        """The smallest that is free and large enough; else a new one, in the place of a free one that was too small."""
-        free = [storage for storage in self._storages if _holders and _holders(storage._cdata) == 1]  # nobody else's
-        free.sort(key=lambda storage: storage.nbytes())
-        for storage in free:
-            if storage.nbytes() >= size:
-                return storage
-        if free:
-            self._storages = [storage for storage in self._storages if storage is not free[-1]]
-        self._storages.append(torch.UntypedStorage(size + size * _SPARE_EIGHTHS // 8))
-        return self._storages[-1]
+            free = [one for one in self._storages if _holders(one._cdata) == 1]  # nobody else's
+            free.sort(key=torch.UntypedStorage.nbytes)
+            storage = next((one for one in free if one.nbytes() >= size), None)
+            if storage is None:  # in the place of a free one that was too small
+                storage = torch.UntypedStorage(size + size * _SPARE_EIGHTHS // 8)
+                self._storages = [*(one for one in self._storages if not free or one is not free[-1]), storage]
+            return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
 # How many hold a storage. Without it (it is not public) nothing is kept.
@@ -109,11 +103,12 @@ def leaving(
     place_TK = inverse(choice_N).view(slots_TK.shape)
     counts = [count(slots_N, num_slots).view(num_ranks, slots_per_rank)]
     if dedup:
-        visits_TR = visits(slots_TK, slots_per_rank, num_ranks)
+        rank_TK, place_R = slots_TK // slots_per_rank, _places_of_slots(rank, 1, num_ranks, device)
+        visits_TR = visits(rank_TK, num_ranks)
         tokens_R = visits_TR.sum(dim=0)
-        begin_R = (_ahead(num_ranks, rank, device) * tokens_R).sum(dim=1)
+        begin_R = ((place_R < place_R.unsqueeze(1)) * tokens_R).sum(dim=1)  # own tokens come first
         token_N, within_TR = dedup_tokens(visits_TR, begin_R, slots_N.shape[0])
-        source_row_N1 = within_TR.gather(1, slots_TK // slots_per_rank).view(-1, 1).index_select(0, choice_N)
+        source_row_N1 = within_TR.gather(1, rank_TK).view(-1, 1).index_select(0, choice_N)
         counts.append(tokens_R.unsqueeze(1))
     else:
         token_N, source_row_N1 = choice_N // slots_TK.shape[1], None
@@ -169,13 +164,6 @@ def _places_of_slots(first_slot: int, slots_per_rank: int, num_slots: int, devic
     return torch.where(own_P, slot_P - first_slot, slot_P + slots_per_rank * (slot_P < first_slot)).to(device)
 
 
-@cache
-def _ahead(num_ranks: int, first: int, device: torch.device) -> Tensor:
-    """int64 ``[R, R]``: 1 where the second rank's rows lie before the first's, if those of ``first`` lie before all."""
-    order_R = np.argsort(local_first_order(num_ranks, first))
-    return torch.from_numpy((order_R[None, :] < order_R[:, None]).astype(np.int64)).to(device)
-
-
 def count(slots_N: Tensor, num_slots: int) -> Tensor:
     """int64 ``[P]``: how many of the choices went to each slot. No host sync."""
     return slots_N.new_zeros(num_slots).scatter_add_(0, slots_N, torch.ones_like(slots_N))
@@ -205,10 +193,9 @@ def group_begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
     return block_offsets
 
 
-def visits(slots_TK: Tensor, slots_per_rank: int, num_ranks: int) -> Tensor:
+def visits(rank_TK: Tensor, num_ranks: int) -> Tensor:
     """int64 ``[T, R]``: 1 where a token has a choice on a rank, else 0."""
-    visits_TR = slots_TK.new_zeros(slots_TK.shape[0], num_ranks)
-    return visits_TR.scatter_(1, slots_TK // slots_per_rank, 1)
+    return rank_TK.new_zeros(rank_TK.shape[0], num_ranks).scatter_(1, rank_TK, 1)
 
 
 def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -235,19 +222,15 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
 def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
     """`sum_choices` as it is on a GPU, in float32 at least: every product is rounded, and every sum."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
-    tokens, top_k = place_TK.shape
-    total_TD = memory.like(rows_ND, tokens, torch.promote_types(dtype, torch.float32))
-    one_TD = memory.like(rows_ND, tokens)
-    for choice in range(top_k):
-        row_TD = total_TD if choice == 0 and total_TD.dtype == rows_ND.dtype else one_TD
-        torch.index_select(rows_ND, 0, place_TK[:, choice], out=row_TD)
-        if weights_TK is not None:
-            weight_T1 = weights_TK[:, choice : choice + 1]
-            row_TD = row_TD.mul_(weight_T1) if row_TD.dtype == dtype else row_TD * weight_T1
-        if choice > 0:
+    total_TD = memory.like(rows_ND, place_TK.shape[0], torch.promote_types(dtype, torch.float32)).zero_()
+    row_TD = memory.like(rows_ND, place_TK.shape[0])
+    for choice, place_T in enumerate(place_TK.unbind(1)):
+        torch.index_select(rows_ND, 0, place_T, out=row_TD)
+        if weights_TK is None:
             total_TD.add_(row_TD)
-        elif row_TD is not total_TD:
-            total_TD.copy_(row_TD)
+        else:
+            weight_T1 = weights_TK[:, choice : choice + 1]
+            total_TD.add_(row_TD.mul_(weight_T1) if row_TD.dtype == dtype else row_TD * weight_T1)
     return total_TD
 
 

@@ -66,11 +66,8 @@ class RecomputeCache:
     While two batches run at once, on every rank alike, no forward is alone."""
 
     def __init__(self, channels: MicroBatchChannels, changes: Callable[[], int]) -> None:
-        self.channels = channels
-        self.changes = changes
-        self._lock = Lock()
-        self._step = -1
-        self._count = 0
+        self.channels, self.changes = channels, changes
+        self._lock, self._step, self._count = Lock(), -1, 0
         self._only: InFlight | None = None
         self._differed: tuple[Tensor, Tensor] | None = None  # whether anything has, on the device and told to the host
 
@@ -83,21 +80,18 @@ class RecomputeCache:
             if step != self._step:
                 self._step, self._count, self._only = step, 0, None
 
-    def track(
-        self, topk_ids_TK: Tensor, metadata: Any, *, learns: bool, training: bool, repeated: bool
-    ) -> InFlight | None:
-        """Return a forward that is in flight until its backward runs; None: gradients will not follow, or it repeats
-        one. In training it counts also without gradients: reentrant checkpointing could repeat it, and its backward
-        would not be seen."""
-        if repeated or not (learns or training):
+    def track(self, topk_ids_TK: Tensor, metadata: Any, learns: bool, training: bool) -> InFlight | None:
+        """Return a forward that repeats none and is in flight until its backward runs; None: gradients will not follow.
+        In training it counts also without gradients: reentrant checkpointing could repeat it, and its backward would
+        not be seen."""
+        if not (learns or training):
             return None
         with self._lock:
             self._count += 1
-            only = self._count == 1 and learns and not self.channels.busy
-        forward, self._only = InFlight(self, self._step, self.changes()), None
-        if only:
-            forward.ids_TK, forward.metadata = topk_ids_TK.to(torch.int32, copy=True), metadata
-            self._only = forward
+            alone = self._count == 1 and learns and not self.channels.busy
+        kept = (topk_ids_TK.to(torch.int32, copy=True), metadata) if alone else ()
+        forward = InFlight(self, self._step, self.changes(), *kept)
+        self._only = forward if alone else None
         return forward if learns else None
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:

@@ -40,11 +40,6 @@ class SlotCounts:
         """int32, on the rows' device: rows of each slot."""
         return torch.diff(self.offsets_S, prepend=self.offsets_S.new_zeros(1))
 
-    @property
-    def begins_S(self) -> Tensor:
-        """int32, on the rows' device: where each slot's rows begin."""
-        return self.offsets_S - self.counts_S
-
     def known(self) -> Sequence[int]:
         """The numbers; waits for the device, once, if the host does not have them."""
         return self._waited_for if self.on_host is None else self.on_host
@@ -145,7 +140,7 @@ class Aligned:
         """As of `Compute`."""
         rows, width = rows_MD.shape
         aligned_S, places = aligned(counts_S, self.multiple, rows)
-        shift_S = aligned_S.begins_S - counts_S.begins_S
+        shift_S = aligned_S.offsets_S - aligned_S.counts_S - (counts_S.offsets_S - counts_S.counts_S)
         place_M = torch.arange(rows, device=rows_MD.device) + shift_S[counts_S.slot_of_rows(rows)]
         out_PD = self.compute(rows_MD.new_zeros(places, width).index_copy(0, place_M, rows_MD), aligned_S, parameters)
         if out_PD.shape[0] != places:

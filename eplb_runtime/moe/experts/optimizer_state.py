@@ -55,10 +55,7 @@ PARAMETER = ""
 
 def state_of(optimizer: Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
     """Return what an optimizer keeps for a parameter; empty: nothing yet."""
-    if isinstance(optimizer, Optimizer):
-        state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-        return state
-    return optimizer.state_of(parameter)
+    return optimizer.state.get(parameter, {}) if isinstance(optimizer, Optimizer) else optimizer.state_of(parameter)
 
 
 def state_of_each(
@@ -89,9 +86,7 @@ def copies_of_each(
 ) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
     """By key, for each expert that is a parameter of its own, the memory that holds the same numbers: none or more
     tensors, on other devices for some experts than for others."""
-    if isinstance(optimizer, Optimizer):
-        return {}
-    of_each = [optimizer.copies_of(parameter) for parameter in parameters]
+    of_each = [] if isinstance(optimizer, Optimizer) else [optimizer.copies_of(parameter) for parameter in parameters]
     return {key: tuple(copies.get(key, ()) for copies in of_each) for key in {key for one in of_each for key in one}}
 
 
@@ -134,10 +129,7 @@ def _holds_tensors(value: Any, registered: Collection[int]) -> bool:
 
 
 def replace_parameter(
-    optimizer: Optimizer,
-    old: torch.nn.Parameter,
-    new: torch.nn.Parameter,
-    take_rows: Callable[[Tensor], Tensor],
+    optimizer: Optimizer, old: torch.nn.Parameter, new: torch.nn.Parameter, take_rows: Callable[[Tensor], Tensor]
 ) -> None:
     """Put ``new`` in the place of ``old``: same group, same options, its state cut by ``take_rows`` to the rows that
     ``new`` holds."""
@@ -212,18 +204,18 @@ def _try(optimizer: Optimizer, options: Mapping[str, Any], each: bool, experts: 
 
     def stepped(*which: int) -> tuple[Tensor, Optimizer, Tensor]:
         """Weights and state ``[experts, N]``, with the optimizer and its first tensor."""
-        start, *gradients_T = values_ET[list(which)].unbind(1)
-        tensors = [one.clone().requires_grad_() for one in (start if each else start.unsqueeze(0))]
+        start, *gradients_T = (one if each else one.unsqueeze(0) for one in values_ET[list(which)].unbind(1))
+        tensors = [one.clone().requires_grad_() for one in start]
         twin = _made(optimizer, options, tensors)
         for gradients in gradients_T:
-            _step(twin, tensors, list(gradients) if each else [gradients])
+            _step(twin, tensors, gradients)
         kept = [[one.detach(), *twin.state.get(one, {}).values()] for one in tensors]
         alike = [[one for one in of if isinstance(one, Tensor) and one.shape == tensors[0].shape] for of in kept]
         whole = [torch.stack(of) if each else of[0] for of in zip(*alike, strict=True)]
         return torch.cat([one.double().flatten(1) for one in whole], dim=1).nan_to_num(), twin, tensors[0]
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        (together, twin, tensor), (again, _, _) = (stepped(*range(_EXPERTS)) for _ in range(2))
+        (together, twin, tensor), (again, *_) = (stepped(*range(_EXPERTS)) for _ in range(2))
         apart = [stepped(expert)[0] for expert in range(_EXPERTS)]
     if not together.equal(again):
         raise RuntimeError("its step gives something else when it is repeated: it draws random numbers")
@@ -237,7 +229,7 @@ def _try(optimizer: Optimizer, options: Mapping[str, Any], each: bool, experts: 
         expert_state(twin, tensor)  # refuses what cannot move with experts
 
 
-def _step(twin: Optimizer, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def _step(twin: Optimizer, tensors: Sequence[Tensor], gradients: Tensor) -> None:
     """One step without torch's hooks, which are for training; with a closure where the class takes one."""
 
     def closure() -> float:

@@ -55,10 +55,6 @@ def why_not_written(tensor: Tensor) -> str:
     return ""
 
 
-def _bytes_to_a_rank(tensor: ExpertTensor) -> int:
-    return -(-tensor.row_bytes // len(tensor.ranges[0])) if tensor.part == "range" else tensor.row_bytes
-
-
 def _place(tensor: Tensor) -> object:
     """Equal for two tensors of the same rows in the same memory."""
     rows = (tensor.nbytes,) if tensor.is_contiguous() else (tensor.shape, tensor.stride(), tensor.itemsize)
@@ -99,7 +95,7 @@ class ExpertTensor:
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """The tensors that its rows lie in."""
-        return _parts(self.tensor)
+        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,32 +115,24 @@ class ExpertTensor:
         return self.row_shape.numel() * self.dtype.itemsize
 
 
-def _parts(rows: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return rows if isinstance(rows, tuple) else (rows,)
-
-
 def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
     return frozenset(tensor.name for tensor in tensors if tensor.kind == "optimizer_state")
 
 
 class ExpertTensors:
-    """The registry of one model on one rank. ``homes_per_rank``: E/R (of divided rows ``E/(R D)``); ``optimizers``:
-    where the state of registered parameters lives."""
+    """The registry of one model on one rank. ``num_layers``: L, MoE layers of the whole model, wherever they are;
+    ``homes_per_rank``: E/R (of divided rows ``E/(R D)``); ``optimizers``: where the state of registered parameters
+    lives."""
 
     def __init__(
         self, num_layers: int, homes_per_rank: int, optimizers: Sequence[torch.optim.Optimizer | StateOwner] = ()
     ) -> None:
         self._layers: list[list[ExpertTensor]] = [[] for _ in range(num_layers)]
         self._memory = [WeightMemory() for _ in range(num_layers)]
-        self.homes_per_rank, self._optimizers = homes_per_rank, list(optimizers)
+        self.num_layers, self.homes_per_rank, self._optimizers = num_layers, homes_per_rank, list(optimizers)
         self._left_behind: dict[Tensor, tuple[str, weakref.ref[Tensor]]] = {}
         self._state_of_layers: dict[int, frozenset[str]] = defaultdict(frozenset)
         self._misses_state = False
-
-    @property
-    def num_layers(self) -> int:
-        """L, MoE layers of the whole model, wherever they are."""
-        return len(self._layers)
 
     @property
     def layers(self) -> list[int]:
@@ -179,11 +167,10 @@ class ExpertTensors:
     def note_state(self, step: int) -> None:
         """Note which state the optimizers have, at the end of a step, for `why_state_lacks`. It is read after few
         steps: state that is there once is there for good, but for what a step has shown to be gone."""
-        if not self._misses_state and step & (step - 1):
-            return
-        self._misses_state = False
-        self._state_of_layers.clear()
-        self.note_state_here()
+        if self._misses_state or not step & (step - 1):
+            self._misses_state = False
+            self._state_of_layers.clear()
+            self.note_state_here()
 
     def note_state_here(self) -> None:
         """Note state that is here besides what was noted, ahead of a pause in which the job may take it away."""
@@ -194,14 +181,13 @@ class ExpertTensors:
     def why_state_lacks(self, tensors: Mapping[int, Sequence[ExpertTensor]] | None = None) -> str:
         """Name optimizer state that was noted and is not among what moves with experts now (``tensors``, by layer;
         None: of all layers): once put back, it would be that of other experts. Empty: all is there."""
-        try:
+        with suppress(OptimizerStateError, RegistryError):
             tensors = {layer: self.of_home(layer) for layer in self.layers} if tensors is None else tensors
-        except (OptimizerStateError, RegistryError):
-            return ""
-        for layer, of_layer in tensors.items():
-            if missing := self._state_of_layers[layer] - _names_of_state(of_layer):
-                self._misses_state = True
-                return f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first"
+            for layer, of_layer in tensors.items():
+                if missing := self._state_of_layers[layer] - _names_of_state(of_layer):
+                    self._misses_state = True
+                    name = min(missing)
+                    return f"{name} of MoE layer {layer} is not in the optimizer's state any more: load it first"
         return ""
 
     def mark_gradients_stale(self, layer: int) -> None:
@@ -237,8 +223,8 @@ class ExpertTensors:
                 del self._left_behind[parameter]
 
     def parameters(self, layer: int | None = None) -> list[Tensor]:
-        layers = range(self.num_layers) if layer is None else [layer]
-        return [part for one in layers for rows in self.by_expert(one) for part in _parts(rows)]
+        chosen = self._layers if layer is None else [self._layers[layer]]
+        return [part for entries in chosen for one in entries if one.kind == "parameter" for part in one.memory]
 
     def by_expert(self, layer: int) -> list[Tensor | tuple[Tensor, ...]]:
         """The parameters of a layer, each ``[E/R, ...]`` or a tensor for each slot."""
@@ -252,7 +238,11 @@ class ExpertTensors:
     def largest_home_bytes(self) -> int:
         """Return the bytes of one expert with all that moves with it, in the layer where they are most; of divided
         state what each of the ranks gets on average."""
-        return max((sum(map(_bytes_to_a_rank, self.of_home(layer))) for layer in self.layers), default=0)
+
+        def nbytes(one: ExpertTensor) -> int:
+            return -(-one.row_bytes // len(one.ranges[0])) if one.part == "range" else one.row_bytes
+
+        return max((sum(map(nbytes, self.of_home(layer))) for layer in self.layers), default=0)
 
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
         """For each of a layer's experts that are tensors of their own, which elements each of the ranks steps that hold
@@ -309,17 +299,10 @@ class ExpertTensors:
 
 
 def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors that belong to expert parameters, by the parameter's name; the very memory, not copies.
-
-    Args:
-        tensors: a module with parameters (or buffers) of the same names; a mapping by name; or as many tensors as there
-            are parameters, in their order.
-        parameters: of the model, experts as they lie here, in the model's order.
-        experts: the names of those of experts.
-
-    Raises:
-        RegistryError: none or not all of the expert parameters are found, or shapes differ.
-    """
+    """Return the tensors that belong to expert parameters (``experts``: the names) of ``parameters`` (the model's, in
+    its order), by name; the very memory, not copies. ``tensors``: a module with parameters (or buffers) of the same
+    names; a mapping by name; or as many tensors as there are parameters, in their order. RegistryError: none or not all
+    of the expert parameters are found, or shapes differ."""
     if isinstance(tensors, nn.Module):
         tensors = {**dict(tensors.named_buffers()), **dict(tensors.named_parameters())}
     elif isinstance(tensors, list | tuple) and len(tensors) == len(parameters):
@@ -396,6 +379,10 @@ class Shard:
             copied.copy_(values.reshape(copied.shape))
 
 
+_Part = tuple[ExpertTensor, Tensor, tuple[Tensor, ...]]
+"""What becomes a shard: tensor, memory and copies."""
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """Shards of one expert that travel together; ``nbytes`` includes the padding between them."""
@@ -404,8 +391,8 @@ class Record:
     nbytes: int
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[ExpertTensor, Tensor, tuple[Tensor, ...]]]) -> Record:
-        """Place shards, each given as tensor, memory and copies, one after another."""
+    def of(cls, parts: Iterable[_Part]) -> Record:
+        """Place shards one after another."""
         shards, offset = [], 0
         for tensor, memory, copies in parts:
             shards.append(Shard(tensor, memory.detach(), tuple(copy.detach() for copy in copies), offset))
@@ -477,23 +464,20 @@ class RecordFormat:
         """Return what of a record goes from one rank to another, one of them ``here``. What has no ranges is whole
         on each that holds the expert, and goes to the one at the same place. Of what is divided, weights go from the
         rank that steps them to all of those, and state from the rank that keeps it to the one that will."""
-        parts: list[tuple[ExpertTensor, Tensor, tuple[Tensor, ...]]] = []
+        parts: list[_Part] = []
         for one in self.tensors:
             memory, copied = one.row(here.row).detach(), one.copies_of_row(here.row)
             if not one.ranges:
                 if source.part == destination.part:
                     parts.append((one, memory, copied))
                 continue
-            kept, will_keep = one.ranges[source.row][source.part], one.ranges[destination.row][destination.part]
-            own = one.ranges[here.row][here.part]
+            kept, will_keep, own = (one.ranges[end.row][end.part] for end in (source, destination, here))
+            begin = own[0] if one.part == "range" else 0
             for first, end in _spans(kept, will_keep, whole=one.part == "row"):
-                part = memory
-                if one.part != "number":
-                    begin = 0 if one.part == "row" else own[0]
-                    part = memory.view(-1)[first - begin : end - begin]
-                    if part.numel() != end - first:
-                        where = f"elements {first} to {end} of an expert"
-                        raise OptimizerStateError(f"{one.name}: {where} are not all here")
+                part = memory if one.part == "number" else memory.view(-1)[first - begin : end - begin]
+                if one.part != "number" and part.numel() != end - first:
+                    where = f"elements {first} to {end} of an expert"
+                    raise OptimizerStateError(f"{one.name}: {where} are not all here")
                 stepped = own[0] <= first and end <= own[1]  # other memory has what is stepped here alone
                 copies = [copy.view(-1)[first - own[0] : end - own[0]] for copy in copied if stepped]
                 parts.append((one, part, tuple(copies)))

@@ -1,7 +1,6 @@
 """Expert tensors that FSDP2 divides over the EDP ranks, along dimension 1 (a slice of each expert), or 0 (experts).
 
-The rows of slices are experts all the same, so whatever moves, sums or saves rows does it with slices: a DTensor
-is the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
+A DTensor is the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
 (`distributed.ranks.Ranks`) are whole experts, of which each rank has fewer. Memory may be missing: loops of
 reinforcement learning free that of weights between phases, and load it again.
 
@@ -142,13 +141,13 @@ def in_logical_order(
     step = max(1, min(rows.shape[0], BLOCK_BYTES // row_bytes))
     block = torch.empty((step, *rows.shape[1:]), dtype=rows.dtype, device=local(rows).device)
     for first in range(0, here, step):
-        count = min(step, here - first)
+        part = block[: here - first]
         for position, rank in enumerate(groups.job.row_ranks):
             if position == groups.job.row_rank:
-                whole_rows(rows, first, block[:count], groups)
-            dist.broadcast(as_bytes(block[:count]), rank, group=groups.rows)
-            experts = torch.from_numpy(homes_RH[position, first : first + count].astype("int64"))
-            whole.index_copy_(0, experts.to(device), block[:count].to(device))
+                whole_rows(rows, first, part, groups)
+            dist.broadcast(as_bytes(part), rank, group=groups.rows)
+            experts = torch.from_numpy(homes_RH[position, first : first + len(part)].astype("int64"))
+            whole.index_copy_(0, experts.to(device), part.to(device))
     return whole
 
 
@@ -178,8 +177,7 @@ def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> 
     here = local(rows)[first : first + out.shape[0]].detach()
     if not is_sliced(rows) or groups.expert_data is None or groups.job.divided_rows:
         return out.copy_(here)
-    width = here.shape[1]
-    slice_ = torch.empty(here.shape, dtype=here.dtype, device=here.device)
+    width, slice_ = here.shape[1], torch.empty_like(here, memory_format=torch.contiguous_format)
     for position, rank in enumerate(groups.job.edp_ranks):
         if rank == dist.get_rank():
             slice_.copy_(here)

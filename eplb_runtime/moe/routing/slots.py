@@ -9,6 +9,7 @@ choices out by the result. No torch.distributed here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...placement import Placement
-from .water_filling import RowCounts, SplitSettings, SplitTables, split_for_rank
+from .water_filling import RowCounts, Speeds, SplitTables, split_for_rank
 
 
 def record_use(*tensors: Tensor) -> None:
@@ -116,13 +117,14 @@ class BatchSplitter:
         placement: Placement,
         device: torch.device,
         ep_rank: int,
-        settings: SplitSettings,
+        ranks_per_node: int,
+        speed_R: Speeds = None,
         *,
         count: Callable[[Tensor, int], Counted] = count_choices,
         deal: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = assign_slots,
     ) -> None:
-        self._device, self._ep_rank, self._settings = device, ep_rank, settings
-        self._count, self._deal = count, deal
+        self._device, self._count, self._deal = device, count, deal
+        self._split = partial(split_for_rank, rank=ep_rank, ranks_per_node=ranks_per_node, speed_R=speed_R)
         self._num_experts = placement.num_experts
         self._layers: dict[int, tuple[SplitTables, Tensor]] = {}  # and on the device the slots of each expert's copies
         self.prepare(placement, range(placement.num_layers))()
@@ -155,6 +157,6 @@ class BatchSplitter:
         """Return int64 ``[T, K]``, the slot of each choice of a batch, an expert's choices to its copies in the order
         of the tokens, and how many rows go where. ``counts_RE`` are of every rank, on the host. No host sync."""
         tables, copy_slot_EC = self._layers[layer]
-        sent_EC, counts = split_for_rank(counts_RE, tables, self._ep_rank, self._settings)
+        sent_EC, counts = self._split(counts_RE, tables)
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)
         return self._deal(topk_ids_TK, sent, copy_slot_EC, begins), counts

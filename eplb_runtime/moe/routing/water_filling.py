@@ -30,6 +30,7 @@ from ...utils.jit import jit
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+Speeds = NDArray[np.float64] | None
 SWEEPS = 16
 """At most. Measured on 6,844 layers (16 to 64 ranks, one to three replica slots a rank, DeepSeek-V3's loads and
 generated ones): after 10 sweeps 29 layers are more than half a percent above the optimum, after 16 none."""
@@ -107,41 +108,20 @@ class RowCounts:
     received_RS: Longs
 
 
-@dataclass(frozen=True, eq=False)
-class SplitSettings:
-    """How batches are split, equal on all ranks.
-
-    Args:
-        ranks_per_node: consecutive ranks that share a node.
-        least_tokens: below so many (token, choice) pairs over all ranks everything stays at home.
-        speed_R: float64 ``[R]``, how fast each rank is, the fastest 1; None: all alike.
-    """
-
-    ranks_per_node: int
-    least_tokens: int = 0
-    speed_R: NDArray[np.float64] | None = None
-
-
 def split_for_rank(
-    counts_RE: NDArray[np.integer], tables: SplitTables, rank: int, settings: SplitSettings
+    counts_RE: NDArray[np.integer], tables: SplitTables, rank: int, ranks_per_node: int, speed_R: Speeds = None
 ) -> tuple[Longs, RowCounts]:
     """Return int64 ``[E, C]``, tokens that ``rank`` sends to each copy of one layer's batch (``tables``: of that layer
-    alone), and how many rows go where. A token is served on its own rank or node where the quotas allow."""
+    alone), and how many rows go where. A token is served on its own rank or node (consecutive ranks) where the quotas
+    allow. ``speed_R``: as for `split_totals`."""
     counts: Longs = np.ascontiguousarray(counts_RE, dtype=np.int64)
-    copy_slot_EC = tables.copy_slot_LEC[0]
-    if counts.sum() < settings.least_tokens:
-        quota_EC = np.zeros(copy_slot_EC.shape, dtype=np.int64)
-        quota_EC[:, 0] = counts.sum(axis=0)
-    else:
-        quota_EC = split_totals(counts.sum(axis=0)[None], tables, speed_R=settings.speed_R)[0]
-    node = settings.ranks_per_node
-    sent_EC, sent_P, received_RS = _share_out(counts, copy_slot_EC, quota_EC, rank, node, tables.slots_per_rank)
-    return sent_EC, RowCounts(sent_P, received_RS)
+    quota_EC = split_totals(counts.sum(axis=0)[None], tables, speed_R=speed_R)[0]
+    quotas = tables.copy_slot_LEC[0], quota_EC
+    sent_EC, *rows = _share_out(counts, *quotas, rank, ranks_per_node, tables.slots_per_rank)
+    return sent_EC, RowCounts(*rows)
 
 
-def split_totals(
-    totals_LE: NDArray[np.integer], tables: SplitTables, *, speed_R: NDArray[np.float64] | None = None
-) -> Longs:
+def split_totals(totals_LE: NDArray[np.integer], tables: SplitTables, *, speed_R: Speeds = None) -> Longs:
     """Tokens for each copy of each expert.
 
     Args:
@@ -389,11 +369,7 @@ def _share_out(
         while copies < copy_slot_EC.shape[1] and copy_slot_EC[expert, copies] >= 0:
             copies += 1
         if copies > 1:
-            for rank in range(num_ranks):
-                left_R[rank] = counts_RE[rank, expert]
-            for copy in range(copies):
-                room_C[copy] = quota_EC[expert, copy]
-                sent_CR[copy] = 0
+            left_R[:], room_C[:], sent_CR[:] = counts_RE[:, expert], quota_EC[expert], 0
             for reach in range(3):
                 width = 1 if reach == 0 else ranks_per_node if reach == 1 else num_ranks
                 for copy in range(copies):
@@ -420,15 +396,10 @@ def _share_out(
 
 @jit
 def _sum_by_rank(quota_LEC: Longs, slot_LEC: Ints, slots_per_rank: int, ranks: int) -> Longs:
-    layers, experts, copies = slot_LEC.shape
-    rank_load_LR = np.zeros((layers, ranks), dtype=np.int64)
-    for layer in range(layers):
-        for expert in range(experts):
-            for copy in range(copies):
-                slot = slot_LEC[layer, expert, copy]
-                if slot < 0:
-                    break
-                rank_load_LR[layer, slot // slots_per_rank] += quota_LEC[layer, expert, copy]
+    rank_load_LR = np.zeros((slot_LEC.shape[0], ranks), dtype=np.int64)
+    for at in np.ndindex(slot_LEC.shape):
+        if slot_LEC[at] >= 0:
+            rank_load_LR[at[0], slot_LEC[at] // slots_per_rank] += quota_LEC[at]
     return rank_load_LR
 
 

@@ -1,8 +1,6 @@
 """Policies: pure functions from a ``PlanRequest`` to a ``Placement``, by name; and a shuffle, to show that experts can
 move."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,8 +1,6 @@
 """From "which expert on which rank" to slots: the slots of a new placement, with as little motion as can be, and a
 budget of moves shared out over layers."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@ behaviour, with float32 arithmetic as there. Equal loads go to the lower id here
 stable, to any of them there. Nothing is compiled.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -4,8 +4,6 @@ A formula for each pair finds the swap and the replica that promise most, as if 
 with all splits, and the better one is taken if what it gains is more than its moves cost.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ Then no rank holds an expert twice, and the busiest rank exchanges an expert, or
 exchanges stay within a node.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

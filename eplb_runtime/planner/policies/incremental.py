@@ -8,8 +8,6 @@
   the gain is more than noise on scenarios that did not lead the search.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

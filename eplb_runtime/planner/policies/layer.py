@@ -7,8 +7,6 @@ so the busiest rank's load is the imbalance. A slow rank carries a virtual load 
 Shape suffixes: W scenarios, E experts, R ranks, P slots, C replicas of an expert with its home, N nodes.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

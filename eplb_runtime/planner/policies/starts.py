@@ -1,8 +1,6 @@
 """Placements of one layer from which a search begins, with the current one: homes dealt again, replicas of the
 hottest experts, and replicas in rings that connect all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

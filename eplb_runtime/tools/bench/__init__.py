@@ -3,8 +3,6 @@
 Timings can be compared: the ways take turns in one run, the slowest rank counts, medians over repeats.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """Token dispatch between ranks, router weights too, against plain all-to-alls of a row for each choice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The migration engine: experts that change ranks with their whole state, against the same bytes as plain messages."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

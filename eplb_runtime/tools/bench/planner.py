@@ -3,8 +3,6 @@
 Every row of a load and shape comes from one run on one thread: ratios mean something where milliseconds do not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

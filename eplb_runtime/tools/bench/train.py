@@ -4,8 +4,6 @@ The model is MoE layers and nothing else, so experts dominate the step; its rout
 said to be. All variants train in one run and take turns in blocks of steps, so that drift of the machine cancels out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ TensorRT-LLM (``llmapi/llm_args.py``, ``MoeLoadBalancerConfig``): ``num_slots``,
 ``layer_updates_per_iter``; every MoE layer has a row under its number in the model. These files are written alone.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load files: tokens per logical expert, window after window, as people and serving engines store them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...load import checked_load as plain_load
-from ...load.series import NAME, holds_series
-from ...observe.run_state import JobRecord, read_run
+from ...load.series import NAME, holds_series, read_series
+from ...observe.run_state import JobRecord
 from ...utils.files import FileError, replacing, require_writable
 from . import megatron, slime
 from .reading import Content, about, names_in, open_content
@@ -137,7 +135,7 @@ def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
 def _own(content: Content) -> JobRecord | None:
     folder = content.path.parent if content.path.name == NAME else content.path
     if content.kind in ("directory", "jsonl") and holds_series(folder):
-        return read_run(folder)
+        return JobRecord(*read_series(folder))
     return JobRecord(content.value["load"]) if content.kind != "pt" and content.holds("load") else None
 
 

@@ -1,7 +1,5 @@
 """Megatron-LM's router trace: the experts that each token of a training job was sent to, by rank, step and layer."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Files by their endings, and expert ids out of them. Nothing here unpickles objects or runs what a file says."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -1,7 +1,5 @@
 """slime's rollout data: the experts that the engine has chosen for each token, which the training step replays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path

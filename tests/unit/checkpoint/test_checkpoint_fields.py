@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A checkpoint and its numbers."""
     path = tmp_path_factory.mktemp("saved")
     eplb.checkpoint.save(path, *model_and_optimizer(0))
-    numbers = {name: disk.read_marker(path)[name] for name in ("layout", "optimizers", "balancer")}
+    numbers = {name: disk.read_marker(path)[name] for name in ("layout", "param_groups", "numbers", "balancer")}
     numbers["layout"]["model.0.weight"] = {"names": ["0.weight"], "experts": 0, "sizes": [2], "dim": 0}
     return path, numbers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from eplb_runtime.load.declared import DeclaredLoadError, checked_declaration
 from eplb_runtime.load.series import NAME, RecordedJob, read_series
 from eplb_runtime.observe import recording as recorder_module
 from eplb_runtime.observe.events_file import LineFile
-from eplb_runtime.observe.recording import Recorder
+from eplb_runtime.observe.recording import Recorder, Recording
 from eplb_runtime.tools.formats.loads import read_load
 from eplb_runtime.utils.files import FileError
 
@@ -238,15 +239,14 @@ def test_a_full_disk_ends_the_recording_with_one_warning(
 def test_a_disk_that_hangs_makes_nobody_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import threading
-
-    free = threading.Event()
-    monkeypatch.setattr(recorder_module, "WRITING_SECONDS", 0.0)
-    recorder = Recorder(tmp_path, LAYERS, EXPERTS)
+    free, settings = threading.Event(), {"group": None, "real_tokens": lambda _: None, "in_training_only": False}
+    monkeypatch.setattr(recorder_module, "CLOSING_SECONDS", 0.0)
+    settings |= {"interval": 1, "device": torch.device("cpu"), "recorder": Recorder(tmp_path, LAYERS, EXPERTS)}
+    recording = Recording(torch.nn.Module(), [lambda see: lambda: None] * LAYERS, EXPERTS, **settings)
     monkeypatch.setattr(LineFile, "write", lambda *_: free.wait())
-    for number in range(recorder_module.MOST_WAITING + 3):
-        recorder.write(windows(number, 1), 1)
-    recorder.close()
+    for _ in range(recorder_module.MOST_WAITING + 3):
+        recording.step()
+    recording.close()
     free.set()
     assert any("the disk is too slow" in record.getMessage() for record in caplog.records)
 

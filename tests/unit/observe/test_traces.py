@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eplb_runtime.cli import main
-from eplb_runtime.observe.traces import TraceError, analyse
-from eplb_runtime.observe.traces.analysis import length, overlap, union
+from eplb_runtime.observe.traces import TraceError, analyse, length, overlap, union
 from eplb_runtime.utils.spans import phase
 
 HOST, GPU = 4711, 0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.placements import some_homes
 
-from eplb_runtime.moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank, split_totals
+from eplb_runtime.moe.routing.water_filling import SplitTables, split_for_rank, split_totals
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, evaluate, plan
 from eplb_runtime.planner.api import checked_sources
@@ -40,10 +40,10 @@ def test_crossing_tokens_are_those_that_routing_sends_to_other_nodes(replicas: i
     by_rank = counts_LRE.transpose(1, 0, 2)
     share = checked_sources(by_rank.reshape(2, 4, LAYERS, EXPERTS).sum(axis=1), LAYERS, EXPERTS, TOPOLOGY)
     come = received(totals, placement, TOPOLOGY, share)
-    rank_LEC, settings = tables.copy_slot_LEC // tables.slots_per_rank, SplitSettings(4)
+    rank_LEC = tables.copy_slot_LEC // tables.slots_per_rank
     node_of_copy = np.where(rank_LEC < 0, -1, rank_LEC // 4)
     for layer in range(LAYERS):
-        sent = [split_for_rank(counts_LRE[layer], tables.of_layer(layer), r, settings)[0] for r in range(8)]
+        sent = [split_for_rank(counts_LRE[layer], tables.of_layer(layer), r, 4)[0] for r in range(8)]
         far = sum(sent[r][(node_of_copy[layer] != r // 4) & (node_of_copy[layer] >= 0)].sum() for r in range(8))
         own = sum(sent[r][rank_LEC[layer] == r].sum() for r in range(8))
         assert come[layer, :, 1].sum() == pytest.approx(far, abs=8 * EXPERTS)

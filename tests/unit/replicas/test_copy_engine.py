@@ -27,9 +27,9 @@ from eplb_runtime.moe.dispatch.channels import MicroBatchChannels
 from eplb_runtime.moe.experts.compute import SlotCounts
 from eplb_runtime.placement import EMPTY, HomeRows
 from eplb_runtime.replicas import copy_engine
-from eplb_runtime.replicas.compute import ReplicaGather, ShardedReplicas
+from eplb_runtime.replicas.compute import ShardedReplicas
 from eplb_runtime.replicas.copy_engine import CopyEngine
-from eplb_runtime.replicas.plan import ReplicaPlan, ReplicaPlanner, Row, RowStage, RowTransport
+from eplb_runtime.replicas.plan import ReplicaPlan, ReplicaPlanner, RowStage, Waiting
 from eplb_runtime.replicas.sync import ReplicaSync
 
 RANKS, REPLICAS, LAYERS = 6, 2, 5
@@ -128,14 +128,6 @@ class Memory:
         self._recorder.give(lambda: self._signals.update({word: 0}), lambda: bool(self._signals.get(word)))
 
 
-class Nowhere(RowTransport):
-    """All ranks share a node."""
-
-    def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
-        assert not sends and not receives
-        return SimpleNamespace(post=lambda: [])  # type: ignore[return-value]
-
-
 class Bank:
     """One number a row: homes of a layer, copies of them, and rows for gradients that all layers share."""
 
@@ -173,6 +165,9 @@ class Rank:
             self.linking.plan(layer, bank, home_LRK[layer], HomeRows(SLOTS, HOMES))
             for layer, bank in enumerate(self.banks)
         ]
+
+    def post(self, stage: RowStage) -> Sequence[Waiting]:
+        return self.linking.transport.post([stage])[0]
 
     def write_homes(self, layer: int, version: int) -> None:
         for home in range(HOMES):
@@ -222,13 +217,13 @@ def take_steps(
         versions = dict.fromkeys(range(LAYERS), version)
         for layer in range(LAYERS):
             rank.write_homes(layer, version)
-        posted = {layer: plan.weights[0].post() if plan.weights else [] for layer, plan in enumerate(linked)}
+        posted = {layer: rank.post(plan.weights[0]) if plan.weights else [] for layer, plan in enumerate(linked)}
 
         def wait(layer: int, linked: list[ReplicaPlan] = linked, posted: dict = posted) -> None:
             for work in posted.pop(layer, []):
                 work.wait()
                 for stage in linked[layer].weights[1:]:
-                    for later in stage.post():
+                    for later in rank.post(stage):
                         later.wait()
 
         used = [layer for layer in range(LAYERS) if (step, layer) not in left_out]
@@ -237,7 +232,7 @@ def take_steps(
                 wait(layer)
                 versions[layer] = version = version + 1
                 rank.write_homes(layer, version)
-                posted[layer] = linked[layer].weights[0].post() if linked[layer].weights else []
+                posted[layer] = rank.post(linked[layer].weights[0]) if linked[layer].weights else []
             wait(layer)
             rank.use_copies(layer, home_LRK[layer], versions[layer])
         sent: list[tuple[int, Any]] = []
@@ -247,7 +242,7 @@ def take_steps(
         ):
             for layer, works in sent:
                 for number, stage in enumerate(linked[layer].gradients):
-                    for work in stage.post() if number else works:
+                    for work in rank.post(stage) if number else works:
                         work.wait()
                     for into, arrived in () if number else linked[layer].additions:
                         rank.recorder.give(lambda into=into, arrived=arrived: into.data.add_(arrived))
@@ -259,7 +254,7 @@ def take_steps(
             rank.use_copies(layer, home_LRK[layer], versions[layer])
             rank.fill_gradients(layer, step)
             stages = linked[layer].gradients
-            sent.append((layer, stages[0].post() if stages else []))
+            sent.append((layer, rank.post(stages[0]) if stages else []))
         finish()
         for layer in range(LAYERS):
             wait(layer)
@@ -288,7 +283,7 @@ def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]
         memories.append(Memory(number, depth, recorder, signals, memories))
         names = iter(["weights", "gradients"])
         with patch.object(copy_engine, "CopyStream", lambda device, of=recorder, names=names: Side(of, next(names))):
-            engine = CopyEngine(memories[-1], 0, torch.device("cpu"), Nowhere())  # type: ignore[arg-type]
+            engine = CopyEngine(memories[-1], 0, torch.device("cpu"), None, range(RANKS))  # type: ignore[arg-type]
         gradients = engine.zeros((REPLICAS, 1), torch.float32, torch.device("cpu"))
         banks = [Bank(number, engine, gradients) for _ in range(LAYERS)]
         arrivals: dict[int, Tensor] = {}
@@ -357,10 +352,11 @@ def test_dropout_and_what_a_compute_closes_over_get_the_gradients_of_the_forward
         compute,
         lambda: [home],
         1.0,
-        0,
-        bank,
-        sync,
-        gather=ReplicaGather(None, None),
+        layer=0,
+        bank=bank,
+        sync=sync,
+        group=None,
+        replica_group=None,
     )
     out = layer(rows, SlotCounts.of([2, 4], torch.device("cpu")), weights.requires_grad_())
     torch.rand(100)  # others draw, too
@@ -379,7 +375,7 @@ def test_dropout_and_what_a_compute_closes_over_get_the_gradients_of_the_forward
 # -- Two batches at once wait for the same copies: neither goes on before what is handed on has come
 
 
-class Rows(RowStage):
+class Rows:
     """``posted`` is called when they are posted, ``arrive`` when they are waited for."""
 
     def __init__(self, posted: Callable[[], None], arrive: Callable[[], None]) -> None:
@@ -390,7 +386,7 @@ class Rows(RowStage):
         return [SimpleNamespace(wait=self._arrive)]
 
 
-def made(*weights: RowStage) -> ReplicaSync:
+def made(*weights: Any) -> ReplicaSync:
     """Of one layer without tensors, whose weights travel so."""
     bank: Any = SimpleNamespace(parameters=[])
     carrier: Any = SimpleNamespace(post=lambda stages: [stage.post() for stage in stages])

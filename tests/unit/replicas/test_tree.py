@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_runtime.placement import EMPTY, HomeRows
-from eplb_runtime.replicas import point_to_point
-from eplb_runtime.replicas.plan import ReplicaPlan, ReplicaPlanner, tree_of
-from eplb_runtime.replicas.point_to_point import PointToPoint
+from eplb_runtime.replicas import plan as planning
+from eplb_runtime.replicas.plan import PointToPoint, ReplicaPlan, ReplicaPlanner, tree_of
 
 HOMES = 2
 
@@ -100,7 +99,7 @@ def planned(patch: pytest.MonkeyPatch, banks: list[Any], home_RK: np.ndarray, pe
         irecv=dist.irecv,
         P2POp=lambda op, data, peer, group, tag: SimpleNamespace(op=op, data=data, peer=peer, tag=tag),
     )
-    patch.setattr(point_to_point, "dist", record)
+    patch.setattr(planning, "dist", record)
     parts, transport = len(banks) // len(home_RK), PointToPoint(None, range(len(banks)))  # type: ignore[arg-type]
     rows = HomeRows(HOMES + home_RK.shape[1], HOMES, parts)
     return [
@@ -116,7 +115,7 @@ def carry_all(plans: list[ReplicaPlan]) -> int:
     stages = range(len(plans[0].weights))
     sent = sum(carry([plan.weights[stage].operations for plan in plans]) for stage in stages)  # type: ignore[attr-defined]
     for stage in stages:
-        carry([plan.gradients[stage].operations for plan in plans])  # type: ignore[attr-defined]
+        carry([plan.gradients[stage].operations for plan in plans])
         for plan in plans:
             for into, arrived in () if stage else plan.additions:
                 into.add_(arrived)
@@ -187,9 +186,9 @@ def test_weights_of_all_layers_are_posted_as_one_group_of_sends(monkeypatch: pyt
     banks = [Bank(rank, 1) for rank in range(2)]
     plans = planned(monkeypatch, banks, np.array([[3], [0]]), 2)
     groups: list[list[Any]] = []
-    monkeypatch.setattr(point_to_point.dist, "batch_isend_irecv", lambda ops: groups.append(ops) or ops, raising=False)
+    monkeypatch.setattr(planning.dist, "batch_isend_irecv", lambda ops: groups.append(ops) or ops, raising=False)
     transport, stages = PointToPoint(None, range(2)), [plan.weights[0] for plan in plans]  # type: ignore[arg-type]
     works = transport.post(stages)
-    assert len(groups) == 1 and works == [stage.operations for stage in stages]  # type: ignore[attr-defined]
-    monkeypatch.setattr(point_to_point.dist, "batch_isend_irecv", lambda ops: ["all"])
+    assert len(groups) == 1 and works == [stage.operations for stage in stages]
+    monkeypatch.setattr(planning.dist, "batch_isend_irecv", lambda ops: ["all"])
     assert transport.post(stages) == [["all"], ["all"]]

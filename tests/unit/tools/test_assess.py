@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS, TOPOLOGY, records
-from support.observed import job as job_record
+from support.observed import EXPERTS, INTERVAL, LAYERS, RANKS, STEP_SECONDS
 
 from eplb_runtime.cli import main
+from eplb_runtime.events import LoadMeasured
 from eplb_runtime.load.series import RecordedJob
-from eplb_runtime.observe.events_file import NAME, LineFile
 from eplb_runtime.observe.recording import Recorder
 from eplb_runtime.observe.run_state import JobRecord
 from eplb_runtime.tools import assess as room
@@ -196,20 +195,16 @@ def test_windows_of_other_numbers_of_steps_are_left_out_and_counted(
 
 def test_a_balanced_run_says_its_links_and_the_imbalance_that_its_steps_were_measured_with(tmp_path: Path) -> None:
     """With experts in logical order its steps would take longer."""
-    writer = Recorder(tmp_path, LAYERS, EXPERTS, replace(JOB, ranks=RANKS, interval=INTERVAL, step_seconds=0.0))
+    links = {"intra_node_bandwidth": 400.0, "inter_node_bandwidth": 50.0}
+    of_job = replace(JOB, ranks=RANKS, interval=INTERVAL, step_seconds=0.0, **links)
+    writer = Recorder(tmp_path, LAYERS, EXPERTS, of_job)
     load = np.full((30, LAYERS, EXPERTS), 100)
     load[:, :, : EXPERTS // RANKS] = 500
-    writer.write(load, 1)
+    writer.hear(LoadMeasured(30, 30, ((1.2,) * LAYERS,) * 30, STEP_SECONDS, load=load))
     writer.close()
-    events = LineFile(tmp_path / NAME, job_record())
-    for record in records(with_troubles=False)[1:]:
-        events.write(record)
-    events.close()
     found = read_record(tmp_path)
     assert found.job.step_seconds == STEP_SECONDS and found.steps_per_window == 1
-    assert found.job.intra_node_bandwidth == TOPOLOGY.intra_node_bandwidth / 1e9
-    assert found.job.inter_node_bandwidth == TOPOLOGY.inter_node_bandwidth / 1e9
-    assert 1 < found.job.imbalance < 1.5
+    assert (found.job.intra_node_bandwidth, found.job.imbalance) == (400.0, pytest.approx(1.2))
     assessed = assess(found, GIVEN)
     way = assessed.ways["replicas"]
     seconds = way.move_seconds / way.moving / assessed.figures.every

@@ -136,23 +136,18 @@ def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.Monk
     assert "DeepEP between nodes has started" in nvshmem.claim("transport='nvshmem'", nodes, again=True)  # type: ignore[arg-type]
 
 
-def test_what_deepep_does_not_carry_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_deepep_does_not_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepep, "imported", lambda: deepep_double)
-    group, other = SimpleNamespace(size=lambda: 2, rank=lambda: 0), object()
-    of_group = DispatchContext.of(group, 4)  # type: ignore[arg-type]
-    by_name, auto = (DeepEPDispatcher(of_group, DispatchConfig("deepep"), one) for one in (None, other))  # type: ignore[arg-type]
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    carrier = DeepEPDispatcher(DispatchContext.of(group, 4), DispatchConfig("deepep"))  # type: ignore[arg-type]
     rows, weights = torch.ones(3, 64), torch.ones(3, 2)
-    assert auto.carrier(rows, weights) is other and auto.carrier(rows.bfloat16(), weights) is auto
+    assert carrier.carrier(rows.bfloat16(), weights) is carrier
     with pytest.raises(ConfigError, match="carries and sums bfloat16"):
-        by_name.carrier(rows, weights)
-
-
-def test_more_slots_than_deepep_knows_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+        carrier.carrier(rows, weights)
     monkeypatch.setattr(choosing, "gather_bytes", lambda word, *_: [word])
     rest: Any = None, Topology(2, 2), 129, torch.device("cpu"), 30.0
-    auto, named = (choosing.choose_together(BalancerConfig(dispatch=name), *rest) for name in ("auto", "deepep"))
-    assert auto.name == "all_to_all" and "up to 128 slots a rank here, not 129" in auto.why and not auto.problem
-    assert "up to 128 slots a rank here, not 129" in named.problem
+    found = choosing.dispatch_problem(BalancerConfig(dispatch="deepep"), *rest)
+    assert "rank 0: it knows up to 128 slots a rank here, not 129" in found
 
 
 def test_a_version_that_takes_no_bound_between_nodes_is_refused_there() -> None:

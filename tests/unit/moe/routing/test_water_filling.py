@@ -17,7 +17,7 @@ from support.placements import some_homes
 from eplb_runtime.moe.routing import slots as slots_module
 from eplb_runtime.moe.routing import water_filling
 from eplb_runtime.moe.routing.slots import BatchSplitter, SlotTable, record_use
-from eplb_runtime.moe.routing.water_filling import SplitSettings, SplitTables, split_for_rank
+from eplb_runtime.moe.routing.water_filling import SplitTables, split_for_rank
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.topology import Topology
@@ -39,8 +39,7 @@ def planned_for(load: np.ndarray, generator: np.random.Generator) -> tuple[Place
 
 def every_row(counts_RE: np.ndarray, tables: SplitTables, **options: object) -> np.ndarray:
     """int64 ``[R, E, C]``: what each rank says by itself that it sends."""
-    of = SplitSettings(**options)  # type: ignore[arg-type]
-    return np.stack([split_for_rank(counts_RE, tables, rank, of)[0] for rank in range(tables.num_ranks)])
+    return np.stack([split_for_rank(counts_RE, tables, rank, **options)[0] for rank in range(tables.num_ranks)])  # type: ignore[arg-type]
 
 
 shapes = st.tuples(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(1, 5), st.integers(1, 3))
@@ -76,7 +75,7 @@ def test_what_a_rank_receives_is_what_the_others_say_that_they_send(shape, scale
     sent_RP[:, tables.copy_slot_LEC[0, expert, copy]] = sent[:, expert, copy]
     assert sent_RP.sum() == counts.sum()
     for rank in range(ranks):
-        _, told = split_for_rank(counts, tables, rank, SplitSettings(1))
+        _, told = split_for_rank(counts, tables, rank, 1)
         assert np.array_equal(told.received_RS, sent_RP.reshape(ranks, ranks, -1)[:, rank])
         assert np.array_equal(told.sent_P, sent_RP[rank])
 
@@ -165,15 +164,11 @@ def test_choices_fill_the_copies_in_order_of_tokens() -> None:
 HOME = Placement([[0, 1, 2, -1, 2, 3, 1, 0]], 4, 2, [[0, 1, 4, 5]])
 
 
-@pytest.mark.parametrize("least_tokens", [0, 10**6], ids=["split", "all at home"])
-def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(least_tokens: int) -> None:
-    splitters = [
-        BatchSplitter(HOME, torch.device("cpu"), rank, SplitSettings(ranks_per_node=1, least_tokens=least_tokens))
-        for rank in range(2)
-    ]
+def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it() -> None:
+    splitters = [splitter(HOME, rank) for rank in range(2)]
     chosen = [torch.from_numpy(np.random.default_rng(rank).integers(0, 4, (50, 2))) for rank in range(2)]
-    counts_RE = np.stack([splitter.counts(ids)[0].numpy() for splitter, ids in zip(splitters, chosen, strict=True)])
-    routes = [splitter.route(0, ids, counts_RE) for splitter, ids in zip(splitters, chosen, strict=True)]
+    counts_RE = np.stack([one.counts(ids)[0].numpy() for one, ids in zip(splitters, chosen, strict=True)])
+    routes = [one.route(0, ids, counts_RE) for one, ids in zip(splitters, chosen, strict=True)]
     in_slot = torch.from_numpy(np.array(HOME.physical_to_logical[0]))
     for rank, (ids, (slots, counts)) in enumerate(zip(chosen, routes, strict=True)):
         assert torch.equal(in_slot[slots], ids.to(in_slot.dtype))
@@ -183,7 +178,7 @@ def test_every_choice_goes_to_a_slot_of_its_expert_that_expects_it(least_tokens:
 
 
 def splitter(placement: Placement, rank: int = 0) -> BatchSplitter:
-    return BatchSplitter(placement, torch.device("cpu"), rank, SplitSettings(ranks_per_node=1))
+    return BatchSplitter(placement, torch.device("cpu"), rank, ranks_per_node=1)
 
 
 PLACEMENTS = (

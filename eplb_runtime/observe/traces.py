@@ -1,18 +1,23 @@
-"""What a rank did with its time, from its trace: busy and idle, communication under compute and exposed, and both for
-each phase of each layer. On a CPU operators compute, and the spans of gloo communicate.
+"""Traces of torch.profiler: what a rank did with its time. Busy and idle, communication under compute and exposed, and
+both for each phase of each layer. On a CPU operators compute, and the spans of gloo communicate.
 
-A kernel belongs to the innermost phase in which it was launched, what a CPU does to the one in which it began.
+A kernel belongs to the innermost phase in which it was launched, what a CPU does to the one in which it began. A trace
+is JSON in the Trace Event Format, plain or gzipped; whatever a file holds ends in spans or in one `TraceError`.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import re
+import reprlib
 import statistics
+import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +25,96 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .reading import Place, Span, TraceError, read_trace
+from ..utils.files import MIB, FileError, require_readable
+from ..utils.text import one_line
+
+MOST_BYTES = 64 * 1024 * MIB
+_MOST_US = 2.0**62
+
+Place = tuple[str, str]
+"""Process and thread; of a GPU, device and stream."""
+
+
+class TraceError(FileError):
+    """A file that is no trace, or none that can be used; one line that says why."""
+
+
+class Span(NamedTuple):
+    """A span of a thread or a stream. Times are microseconds since the first event of the file."""
+
+    name: str
+    category: Any
+    place: Place
+    begin: float
+    end: float
+    link: Any  # what ties a kernel to its launch; None: nothing
+
+
+# -- a file ------------------------------------------------------------------------------------------------------------
+
+
+def traces_in(path: Path) -> list[Path]:
+    """Return a file, or the traces in a folder in the order of their names, numbers by their value.
+
+    Raises:
+        TraceError: a folder without traces.
+        OSError: there is no such file or folder.
+    """
+    path.stat()
+    if not path.is_dir():
+        return [path]
+    found = [entry for entry in path.iterdir() if entry.name.endswith((".json", ".json.gz")) and entry.is_file()]
+    if not found:
+        raise TraceError(f"{path}: no traces in this folder (*.json, *.json.gz)")
+    return sorted(found, key=lambda entry: [(len(part), part) for part in re.findall(r"\d+|\D+", entry.name)])
+
+
+def _read(path: Path) -> tuple[list[Span], int | None]:
+    """Return the spans of a trace in the order of the file, and the rank that it names; None: none. It is
+    ``{"traceEvents": [...], ...}`` or a plain list of events, gzipped if its first bytes say so."""
+    try:
+        require_readable(path, MOST_BYTES)
+        content = path.read_bytes()
+        trace = json.loads(gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content)
+    except FileError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise TraceError(f"{path}: the gzipped file is broken off or damaged: write it again") from None
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: not a JSON trace, or one that is broken off: {one_line(error)}") from None
+    head = trace if isinstance(trace, dict) else {"traceEvents": trace}
+    if not isinstance(events := head.get("traceEvents"), list):
+        raise TraceError(f'{path}: it has no "traceEvents": give a trace as torch.profiler exports it')
+    info, spans, origin = head.get("distributedInfo"), list[Span](), None
+    rank = info.get("rank") if isinstance(info, dict) else None
+    for event in events:
+        if not isinstance(event, dict):
+            raise TraceError(f"{path}: an event is a {type(event).__name__}, not an object")
+        place = str(event.get("pid", ""))[:80], str(event.get("tid", ""))[:80]
+        name, arguments = event.get("name"), event.get("args")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        if event.get("ph") == "X":
+            begin, duration = _microseconds(path, event, "ts", "missing"), _microseconds(path, event, "dur", 0.0)
+            if duration < 0:
+                raise TraceError(f"{path}: an event lasts {duration:g} us: times run forwards")
+            begin -= (origin := begin if origin is None else origin)
+            link = arguments.get("correlation")
+            link = link if isinstance(link, int) else None
+            plain = name if isinstance(name, str) else ""
+            spans.append(Span(plain, event.get("cat"), place, begin, begin + duration, link))
+    return spans, rank if type(rank) is int and 0 <= rank < 2**20 else None
+
+
+def _microseconds(path: Path, event: Mapping[str, Any], key: str, default: Any) -> float:
+    value = event.get(key, default)
+    try:
+        number = float(value)  # some writers quote them
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) < _MOST_US:
+        raise TraceError(f"{path}: an event's {key} is {reprlib.repr(value)}, not a number of microseconds")
+    return number
+
 
 Intervals = NDArray[np.float64]
 """float64 ``[N, 2]``, begin and end of each."""
@@ -80,23 +174,14 @@ def computes(operator: str) -> bool:
     return bool(colon) and space not in ("c10d", "autograd", "record_param_comms", "profiler")
 
 
-class PhaseKind(NamedTuple):
-    """A phase that a span names. ``direction``: F forward, B backward (of inputs, or of all), W gradients of weights,
-    empty: none of them. ``layer``: None where the span does not say."""
-
-    phase: str
-    direction: str = ""
-    layer: int | None = None
-
-
 @lru_cache(maxsize=65536)
-def phase_of(name: str) -> PhaseKind | None:
-    """Return the phase that a span names; None: none. Ours are ``eplb_runtime dispatch(F) layer=3 epoch=7``; those of
-    DeepSeek's published traces are ``dispatch(F)``."""
+def phase_of(name: str) -> tuple[str, str, int | None] | None:
+    """Return phase, direction and layer (None: unknown) that a span names; None: none. Ours are ``eplb_runtime
+    dispatch(F) layer=3 epoch=7``; those of DeepSeek's published traces are ``dispatch(F)``."""
     found = _PHASE.match(name)
     if found is None or not (found["ours"] or (found["pass"] and name.endswith(")"))):
         return None
-    return PhaseKind(found["phase"], found["pass"] or "", None if found["layer"] is None else int(found["layer"]))
+    return found["phase"], found["pass"] or "", None if found["layer"] is None else int(found["layer"])
 
 
 @lru_cache(maxsize=65536)
@@ -133,7 +218,7 @@ class PhaseTime:
     """What one phase took, over all steps of the trace.
 
     Args:
-        phase, direction: as the spans name them: F forward, B backward, W gradients of weights.
+        phase, direction: as the spans name them: F forward, B backward (of inputs, or of all), W gradients of weights.
         layer: as they name it; where they do not, how many such spans came before it in the same step.
         micro_batch: where torch.distributed.pipelining names it.
         spans: of the host.
@@ -205,10 +290,6 @@ class Analysis:
     kernels: tuple[Kernel, ...]
     phases: tuple[PhaseTime, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it JSON-able."""
-        return asdict(self)
-
 
 def analyse(path: Path) -> Analysis:
     """Read a trace and say what the rank did with its time.
@@ -217,8 +298,8 @@ def analyse(path: Path) -> Analysis:
         TraceError: it is no trace, or nothing in it ran on a GPU or was computed by torch.
         OSError: it cannot be read.
     """
-    trace = read_trace(path)
-    work = _work_of(trace.spans)
+    every, rank = _read(path)
+    work = _work_of(every)
     if not work:
         raise TraceError(f"{path}: nothing in it was computed or sent: it needs kernels, or operators of a CPU")
     spans, kinds = zip(*work, strict=True)
@@ -226,12 +307,12 @@ def analyse(path: Path) -> Analysis:
     computing, communicating = union(times_N2[computes_N]), union(times_N2[~computes_N])
     span = float(times_N2[:, 1].max() - times_N2[:, 0].min())
     busy, travelled, hidden = length(union(times_N2)), length(communicating), overlap(communicating, computing)
-    steps = [one.end - one.begin for one in trace.spans if one.category in ANNOTATIONS and _STEP.match(one.name)]
+    steps = [one.end - one.begin for one in every if one.category in ANNOTATIONS and _STEP.match(one.name)]
     runs = [Kernel(one.name, kind, 1, one.end - one.begin) for one, kind in work]
     kernels = _summed(runs, lambda run: (run.name, run.kind))
     return Analysis(
         file=str(path),
-        rank=trace.rank,
+        rank=rank,
         device="gpu" if spans[0].category in DEVICE_CATEGORIES else "cpu",
         span_us=_rounded(span),
         busy_us=_rounded(busy),
@@ -247,7 +328,7 @@ def analyse(path: Path) -> Analysis:
         ),
         kinds={one.kind: {"count": one.count, "us": one.us} for one in _summed(runs, lambda run: run.kind)},
         kernels=kernels,
-        phases=phases_of(trace.spans, spans, computes_N, computing),
+        phases=phases_of(every, spans, computes_N, computing),
     )
 
 
@@ -365,12 +446,12 @@ def _marks(spans: Iterable[Span]) -> list[tuple[Span, _Key]]:
     seen: Counter[Any] = Counter()
     found = []
     for span in noted:
-        if (kind := phase_of(span.name)) is None:
+        if (named := phase_of(span.name)) is None:
             continue
-        layer = kind.layer
-        if layer is None and kind.direction:
-            this_step = kind.phase, kind.direction, bisect_right(steps, span.begin)
+        phase, direction, layer = named
+        if layer is None and direction:
+            this_step = phase, direction, bisect_right(steps, span.begin)
             layer = seen[this_step]
             seen[this_step] += 1
-        found.append((span, (kind.phase, kind.direction, layer, batches.at(span.place, span.begin))))
+        found.append((span, (phase, direction, layer, batches.at(span.place, span.begin))))
     return found
