@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ..distributed.transports.base import Transport
-from ..events import EventLog
+from ..events import EventLog, LoadMeasured, RebalanceAborted, RebalanceCommitted
 from ..load.counter import HostCopy, aggregate, saved_load
 from ..load.declared import checked_declaration
 from ..moe.dispatch import choosing
@@ -31,12 +31,12 @@ from ..moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ..moe.experts.slices import has_memory, in_logical_order
 from ..placement import Placement
 from ..utils.spans import phase
+from ..utils.text import counted, text_table
 from .gradients.reduction import Gradients
 from .loop_state import LoopState, OpenStream, TensorStream
 from .phases import Phases, restore
-from .rebalancer import Rebalancer, use_device
+from .rebalancer import DecisionLine, Rebalancer, use_device
 from .runtime import ModelTensors, Runtime
-from .status import DecisionLine, balancer_table
 
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
@@ -121,7 +121,23 @@ class Balancer:
 
     def __str__(self) -> str:
         """The model and the state of its balancing, as a table of 80 columns."""
-        return balancer_table(self.config, self.topology, self.placement, self.rebalancer.step, self.events)
+        config, placement, events, steps = self.config, self.placement, self.events, self.rebalancer.step
+        measured, dropped = events.of_type(LoadMeasured), len(events.of_type(RebalanceAborted))
+        committed = [event for event in events if isinstance(event, RebalanceCommitted)]
+        moved, pause = sum(event.moved_experts for event in committed), sum(event.pause_seconds for event in committed)
+        placed = counted(sum(event.placed_replicas for event in committed), "replica")
+        cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
+        rows = [
+            ("experts", f"{placement.num_layers} layers of {placement.num_experts}"),
+            ("ranks", f"{placement.num_ranks} share a layer, {self.topology.ranks_per_node} a node"),
+            ("slots per rank", f"{placement.slots_per_rank}, {placement.replica_slots} of them for replicas"),
+            ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
+            ("placement", f"epoch {placement.epoch}, {(placement.copy_count - 1).sum()} replicas, at step {steps}"),
+            ("measured last", measured[-1].brief() if measured else "nothing yet"),
+            ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
+            ("dropped", str(dropped)),
+        ]
+        return text_table(("balancer", ""), rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

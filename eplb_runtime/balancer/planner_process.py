@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class PlannerProcess:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._owner = os.getpid()
-        self._asking = Lock()
+        self._asking = RLock()
         self._closed = False
         self._begin()
 
@@ -71,7 +71,7 @@ class PlannerProcess:
             RuntimeError: the planner failed; its error is named.
         """
         with self._asking:
-            if not self._becomes_ready(0.0):
+            if not self.is_ready(0.0):
                 _say_once("the planner is being compiled: until it is ready, homes alone move, by DeepSeek's rule")
                 return _homes_alone(load, topology, **terms)
             try:
@@ -90,7 +90,14 @@ class PlannerProcess:
     def is_ready(self, seconds: float) -> bool:
         """Return whether the child plans, at the latest after so many seconds."""
         with self._asking:
-            return self._becomes_ready(seconds)
+            try:
+                if not self._is_ready and self._connection.poll(seconds):
+                    self._is_ready = bool(self._connection.recv_bytes())
+            except (OSError, EOFError):
+                ended = self._end()
+                self._begin()
+                logger.warning("%s before it was ready; another one begins, and homes alone move until it is", ended)
+            return self._is_ready
 
     def close(self) -> None:
         """End the child, and with it a plan that is asked for."""
@@ -105,15 +112,6 @@ class PlannerProcess:
     def __del__(self) -> None:
         with suppress(Exception):
             self.close()
-
-    def _becomes_ready(self, seconds: float) -> bool:
-        try:
-            self._is_ready = self._is_ready or (self._connection.poll(seconds) and bool(self._connection.recv_bytes()))
-        except (OSError, EOFError):
-            ended = self._end()
-            self._begin()
-            logger.warning("%s before it was ready; another one begins, and homes alone move until it is", ended)
-        return self._is_ready
 
     def _begin(self) -> None:
         """Begin another child; PlannerLost: this is closed."""

@@ -64,15 +64,10 @@ class FolderOfDCP(Saved):
 
     def __init__(self, folder: str | Path, view: LogicalView) -> None:
         self.name, self._reader = str(folder), dcp.FileSystemReader(str(folder))
-        try:
-            metadata = self._reader.read_metadata()
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}" if Path(folder).exists() else "there is no such folder"
-            raise CheckpointError(f"{folder} cannot be read as a checkpoint: {why}") from None
         self._fqns: dict[str, str] = {}
         self.tensors: dict[str, TensorSpec] = {}
         small: dict[str, Any] = {}  # what is no tensor, and options: each rank reads them by itself
-        for fqn, one in metadata.state_dict_metadata.items():
+        for fqn, one in self._reader.read_metadata().state_dict_metadata.items():
             spec = TensorSpec(tuple(one.size), one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
             of_optimizer = fqn.startswith("optimizer.")
             if of_optimizer and not view.optimizers:

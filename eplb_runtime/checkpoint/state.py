@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,6 @@ logger = logging.getLogger("eplb_runtime")
 
 Result = TypeVar("Result")
 Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-_KINDS = (list, tuple), (bool, int, float, Tensor), str
 
 
 class CheckpointError(ValueError):
@@ -219,9 +217,10 @@ class LogicalView:
                     "with the same groups"
                 )
             for name, value in options[0].items():
-                if name in live and not _fits(value, live[name]):
-                    was, now = reprlib.repr(value), reprlib.repr(live[name])
-                    raise CheckpointError(f"the optimizer's {name} was saved as {was}, and is {now} now")
+                if isinstance(live.get(name), Tensor) and value is not None:
+                    options[0][name] = torch.as_tensor(value, dtype=live[name].dtype).expand_as(live[name])
+                elif isinstance(live.get(name), tuple):
+                    options[0][name] = tuple(value)
             found.append(options[0])
         return found
 
@@ -229,10 +228,10 @@ class LogicalView:
         """Write what `options_of` gave."""
         for live, new in zip(self.param_groups, options, strict=True):
             for option, value in new.items():
-                if isinstance(live.get(option), Tensor) and value is not None:
-                    live[option].copy_(torch.as_tensor(value))
+                if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
+                    live[option].copy_(value)
                 else:
-                    live[option] = tuple(value) if isinstance(live.get(option), tuple) else value
+                    live[option] = value
 
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
         """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
@@ -260,9 +259,6 @@ class LogicalView:
         """Migrate to a saved placement if it fits. Collective."""
         if self.balancer is None or saved is None:
             return
-        if self.balancer.closed:
-            logger.info("the saved placement is not used: the balancer is closed, experts stay where they are")
-            return
         try:
             self.balancer.load_state_dict(saved)
         except PlacementError as error:
@@ -276,16 +272,6 @@ def warn_of_left_out(line: str, left: Iterable[str]) -> None:
     names = sorted(left)
     if names and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(line, f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0])
-
-
-def _fits(saved: Any, live: Any) -> bool:
-    """Return whether an option is of the kind that it was; None fits any but a list."""
-    kinds, now = ([isinstance(value, kind) for kind in _KINDS] for value in (saved, live))
-    if kinds[0] and now[0]:
-        return len(saved) == len(live) and all(map(_fits, saved, live))
-    if isinstance(saved, Tensor) and isinstance(live, Tensor):
-        return saved.shape == live.shape
-    return kinds == now or ((saved is None or live is None) and not (kinds[0] or now[0]))
 
 
 def why_merged(model: nn.Module) -> str:

@@ -177,10 +177,9 @@ class TensorList:
         if self.balancer.rebalancer.epoch_on_this_rank != self._placement.epoch:
             return "experts have moved since the export began: begin it again"
         every = (one for weights in self._weights.values() for one in weights)
-        freed = (next(iter(one.made)) for one in every if not all(map(has_memory, one.memory)))
-        return self.balancer.tensors.memory.why_freed() or next(
-            (f"the memory of {name} is freed, as jobs do between phases: load it first" for name in freed), ""
-        )
+        names = (next(iter(one.made)) for one in every if not all(map(has_memory, one.memory)))
+        freed = next((f"{name}: its memory is freed: load it first" for name in names), "")
+        return self.balancer.tensors.memory.why_freed() or freed
 
     def agree(self, options: str, problem: str, control: dist.ProcessGroup) -> str:
         """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
@@ -193,11 +192,8 @@ class TensorList:
             if odd := all_equal(xxhash.xxh3_128(mine).digest(), what, control, together):
                 return odd
         if len(sets) > 1:
-            first = self._job.rank in [ranks[0] for ranks in sets]
-            said = [
-                json.loads(text, object_hook=_spec) for text in gather_bytes(text if first else b"", control) if text
-            ]
-            pieces = [Piece(**fields) for one in said for fields in one]
+            texts = gather_bytes(text if self._job.rank in [ranks[0] for ranks in sets] else b"", control)
+            pieces = [Piece(**of) for one in texts if one for of in json.loads(one, object_hook=_spec)]
             self.pieces = sorted(pieces, key=lambda piece: piece.stage)
         first_of: dict[str, Piece] = {}
         for name, piece in [(name, one) for one in self.pieces for name in one.made]:

@@ -33,11 +33,12 @@ from .store import SETUP_SECONDS, JobStore, StoreError
 
 logger = logging.getLogger("eplb_runtime")
 
+Group = dist.ProcessGroup
 _CPU = torch.device("cpu")
 _CLOSING = timedelta(milliseconds=1)
 _NO_TAG = 0x7FFFFF
 """Tag of a message that is never sent: one that met a real message of another size would end the process."""
-_POLL_SECONDS = 0.0002
+POLL_SECONDS = 0.0002
 _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
 _SOON_SECONDS = 10.0
@@ -53,29 +54,13 @@ class TransportError(RuntimeError):
     """Bytes did not arrive: a peer is gone or too slow. Transport and groups may be unusable now."""
 
 
-def wait_on_host(work: dist.Work | None, group: dist.ProcessGroup, seconds: float, *, on_device: bool) -> None:
-    """Wait until the host sees that work of a group is done; RuntimeError: the group is broken."""
-    assert work is not None
-    if not on_device:
-        work.wait(timedelta(seconds=max(0.001, seconds)))
-        return
-    # work.wait() makes the stream wait, not the host; and a watchdog would end the process instead of telling us.
-    deadline = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            group.abort()
-            raise RuntimeError(f"not done in {seconds:g} s")
-        time.sleep(_POLL_SECONDS)
-    work.wait()
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device = _CPU) -> timedelta:
+def timeout_of(group: Group, device: torch.device = _CPU) -> timedelta:
     """Return how long collectives of this group wait by now; messages between two ranks need it as an argument."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
-def close_connections(group: dist.ProcessGroup) -> None:
+def close_connections(group: Group) -> None:
     """Close its connections, so that ranks which wait for this one learn it at once."""
     with contextlib.suppress(RuntimeError):
         if group.name() != "gloo":
@@ -85,57 +70,55 @@ def close_connections(group: dist.ProcessGroup) -> None:
             group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NO_TAG).wait(_CLOSING)
 
 
-def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer."""
+def gather_rows(mine: Tensor, group: Group, deadline: float | None = None) -> Tensor:
+    """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer. Given a
+    deadline (of `time.monotonic`), the host waits, and TransportError says that it passed or that a rank is gone."""
     rows = mine.new_empty(group.size() * mine.numel())
-    all_gather_into(rows, mine.reshape(-1), group=group)
+    if deadline is None:
+        all_gather_into(rows, mine.reshape(-1), group=group)
+        return rows.view(group.size(), *mine.shape)
+    try:
+        work = all_gather_into(rows, mine.reshape(-1), group=group, async_op=True)
+        # On a device wait() makes the stream wait, not the host; and a watchdog would end the process.
+        while mine.device.type != "cpu" and not work.is_completed():
+            if time.monotonic() > deadline:
+                group.abort()
+                raise RuntimeError("a rank did not come in time")
+            time.sleep(POLL_SECONDS)
+        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError as error:
+        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
     return rows.view(group.size(), *mine.shape)
 
 
-def gather_bytes(
-    mine: bytes, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> list[bytes]:
+def gather_bytes(mine: bytes, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> list[bytes]:
     """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if no rank has any.
     Raises TransportError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group, device).total_seconds()
-    lengths = _gather(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
+    lengths = gather_rows(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
     longest = max(lengths)
     if not longest:
         return [b""] * group.size()
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
-    rows = _gather(padded.to(device), group, deadline).cpu().numpy()
+    rows = gather_rows(padded.to(device), group, deadline).cpu().numpy()
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def gather_json(
-    mine: Any, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> list[Any]:
+def gather_json(mine: Any, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> list[Any]:
     """`gather_bytes` of what JSON can say; None is no bytes."""
     words = gather_bytes(b"" if mine is None else json.dumps(mine).encode(), group, device, deadline)
     return [json.loads(word) if word else None for word in words]
 
 
-def _gather(mine: Tensor, group: dist.ProcessGroup, deadline: float) -> Tensor:
-    rows = mine.new_empty(group.size() * mine.numel())
-    try:
-        work = all_gather_into(rows, mine, group=group, async_op=True)
-        wait_on_host(work, group, deadline - time.monotonic(), on_device=mine.device.type != "cpu")
-    except RuntimeError as error:
-        raise TransportError(f"the ranks could not meet: {one_line(error)}") from error
-    return rows.view(group.size(), -1)
-
-
-def first_problem(
-    problem: str, group: dist.ProcessGroup, device: torch.device = _CPU, deadline: float | None = None
-) -> str:
+def first_problem(problem: str, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> str:
     """Return the problem of the first rank that has one, with its number, the same on every rank; "" if none has."""
     texts = gather_bytes(problem.encode(), group, device, deadline)
     said = zip(dist.get_process_group_ranks(group), texts, strict=True)
     return next((f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text), "")
 
 
-def maxima(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def maxima(values: Tensor, group: Group) -> Tensor:
     """Return the element-wise maximum over ranks, in the memory of ``values``."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
@@ -152,7 +135,7 @@ def differing(values: Mapping[int, Hashable], ranks: Sequence[int], what: str) -
     return odd and f"rank {odd} has another {what} than rank {ranks[0]}"
 
 
-def all_equal(digest: bytes, what: str, group: dist.ProcessGroup, sets: Sequence[Sequence[int]] | None = None) -> str:
+def all_equal(digest: bytes, what: str, group: Group, sets: Sequence[Sequence[int]] | None = None) -> str:
     """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
     ranks = dist.get_process_group_ranks(group)
     digests = dict(zip(ranks, gather_bytes(digest, group), strict=True))
@@ -228,9 +211,8 @@ def barrier(
 
 @dataclass(frozen=True)
 class Verdict:
-    """A decision of all ranks. ``connections_broken`` tells that the groups' connections are closed, or that this rank
-    cannot be sure of the others: they have to find together again. ``kind``: one word, for those who act on the cause.
-    """
+    """A decision of all ranks. ``connections_broken``: the groups' connections are closed, or this rank cannot be sure
+    of the others: they have to find together again. ``kind``: one word, for those who act on the cause."""
 
     commit: bool
     cause: str = ""
@@ -239,10 +221,8 @@ class Verdict:
 
 
 class Ballot:
-    """One rank's part in one decision. Two threads may use it at once, one that votes and one that cannot wait.
-
-    Args:
-        key: names the decision; new for each, equal on every rank.
+    """One rank's part in one decision, which ``key`` names: new for each, equal on every rank. Two threads may use it
+    at once, one that votes and one that cannot wait.
 
     Attributes:
         refusal: why this rank has said no; empty: it has not.
@@ -315,7 +295,7 @@ class Agreement:
     it. A rank that has said yes asks for the outcome for ``most_seconds``."""
 
     def __init__(
-        self, control: dist.ProcessGroup, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
+        self, control: Group, store: JobStore, probe: Probe = unobserved, most_seconds: float = 1800.0
     ) -> None:
         self._control, self._store, self._probe, self._most_seconds = control, store, probe, most_seconds
         self._rank, self._ranks = control.rank(), dist.get_process_group_ranks(control)
@@ -334,12 +314,9 @@ class Agreement:
         while count < size:
             more = min(count, size - count)
             to, source = (self._ranks[(self._rank + distance) % size] for distance in (-count, count))
-            works = [
-                dist.isend(rows[:more], to, group=self._control),
-                dist.irecv(rows[count : count + more], source, group=self._control),
-            ]
-            for work in works:
-                assert work is not None
+            sent = dist.isend(rows[:more], to, group=self._control)
+            received = dist.irecv(rows[count : count + more], source, group=self._control)
+            for work in filter(None, (sent, received)):
                 work.wait(limit)  # by itself gloo waits as long as was said when the group was made
             count += more
         return rows.roll(self._rank, 0)

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -33,15 +34,14 @@ from .transports.base import Transport
 logger = logging.getLogger("eplb_runtime")
 T = TypeVar("T")
 Work = Callable[[dist.ProcessGroup, Agreement], T]
-"""Work on the control group, given that group and the agreement over it."""
+"""Work on the control group, given it and the agreement over it."""
 MakeTransport = Callable[[dist.ProcessGroup, float], Transport]
 """Makes a transport on a migration group and warms it up, in so many seconds; leaves nothing where it fails."""
 
 A_LITTLE_SECONDS = 1.0
 """Extra wait after a timeout for work that may be almost done."""
-MOST_TRIES = 5
-LEAD_STEPS = 2
-"""How many boundaries ahead ranks meet."""
+MOST_TRIES, LEAD_STEPS = 5, 2
+"""Attempts to connect again, and how many boundaries ahead ranks meet."""
 
 
 class ConnectionLost(RuntimeError):
@@ -60,8 +60,7 @@ class ControlChannel:
 
     def __init__(self, groups: ProcessGroups, make_transport: MakeTransport, begin: Callable[[], None], probe: Probe):
         self._groups, self._make_transport, self._probe = groups, make_transport, probe
-        self._seconds = groups.timeout_seconds
-        self._attempt, self._here = 1, 0
+        self._seconds, self._attempt, self._here = groups.timeout_seconds, 1, 0
         self.reconnecting, self.tries = False, 0
         self.worker = Worker("eplb_runtime", begin)
         self.agreement = self._new_agreement()
@@ -73,27 +72,20 @@ class ControlChannel:
     def require(self, what: str) -> None:
         """Raise ConnectionLost while the ranks connect again."""
         if self.reconnecting:
-            raise ConnectionLost(
-                f"{what} cannot work while the ranks connect again (see the log): try again some steps later"
-            )
+            raise ConnectionLost(f"{what} cannot work while the ranks connect again (see the log): try again later")
 
-    def _whole(self, work: Work[T]) -> Callable[[], T]:
-        """Return work on the control group of now. If it fails, this rank hangs up: no other waits for its part, and
-        later work of this rank does not mix with it."""
-        group, agreement = self._groups.control, self.agreement
-
-        def whole() -> T:
-            try:
-                return work(group, agreement)
-            except Exception:
-                close_connections(group)
-                raise
-
-        return whole
+    def _do(self, work: Work[T], group: dist.ProcessGroup, agreement: Agreement) -> T:
+        """Do work on the thread. If it fails, this rank hangs up: no other waits for its part, and later work of this
+        rank does not mix with it."""
+        try:
+            return work(group, agreement)
+        except Exception:
+            close_connections(group)
+            raise
 
     def submit(self, work: Work[T]) -> Future[T]:
         """Begin work on the control group of now, and return its future."""
-        return self.worker.submit(self._whole(work))
+        return self.worker.submit(partial(self._do, work, self._groups.control, self.agreement))
 
     def result(self, work: Future[T], key: str) -> T:
         """Return what `submit` began, but do not wait for long. A rank whose wait times out records that under ``key``,
@@ -118,7 +110,8 @@ class ControlChannel:
         self.require("a comparison of ranks")
         try:
             seconds = self._seconds if seconds is None else seconds
-            return self.worker.do(self._whole(work), seconds + A_LITTLE_SECONDS)
+            work_here = partial(self._do, work, self._groups.control, self.agreement)
+            return self.worker.do(work_here, seconds + A_LITTLE_SECONDS)
         except Exception as error:
             name = "" if isinstance(error, RuntimeError | TimeoutError) else f"{type(error).__name__}: "
             raise ConnectionLost(f"{name}{error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.text import one_line
-from .consensus import arrive, close_connections, missing_at, wait_on_host
+from .consensus import arrive, close_connections, gather_rows, missing_at
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -35,13 +36,14 @@ _AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins", "mi
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
-_WATCHDOG_MARGIN = timedelta(seconds=60)
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+_in_use: list[ProcessGroups] = []
 
 
 def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
-    """Return a group of those of a job's sets with this rank: the one under the name ``like`` if that has the same
-    ranks; None if it is to have ``several`` and this rank is alone."""
+    """Return a group of those of a job's sets with this rank, made where it is first asked for: the one under the name
+    ``like`` if that has the same ranks; None if it is to have ``several`` and this rank is alone."""
 
     def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
         all_sets = getattr(groups.job, sets)
@@ -55,14 +57,10 @@ def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: 
     return cached_property(made)
 
 
-Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-
-
 class ProcessGroups:
-    """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place.
-
-    It is used by all of them as soon as it is made: NCCL builds a communicator of the whole group at its first call,
-    and ranks that have nothing to send would never come to that call.
+    """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place, and used by
+    all of them at once: NCCL builds a communicator of the whole group at its first call, and ranks that have nothing to
+    send would never come to that call.
 
     Args:
         ranks: what the host said of this rank.
@@ -81,10 +79,8 @@ class ProcessGroups:
     def __init__(self, ranks: Ranks, stage_layers: Sequence[int], device: torch.device, timeout_seconds: float) -> None:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
-        self.timeout_seconds = timeout_seconds
-        self.setup_seconds = max(timeout_seconds, SETUP_SECONDS)
-        self.backend = backend_for(device)
-        self._device = device
+        self.timeout_seconds, self.setup_seconds = timeout_seconds, max(timeout_seconds, SETUP_SECONDS)
+        self.backend, self._device = backend_for(device), device
         self._members = job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
@@ -152,8 +148,6 @@ class ProcessGroups:
         """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
         close_connections(self.control)
         close_connections(self.migration)
-
-    # -- made where they are first asked for; over the device's backend unless they say otherwise ----------------------
 
     data: dist.ProcessGroup = _of("dp_groups", "data")
     """Ranks that hold the same stages: gradients outside the experts."""
@@ -231,8 +225,7 @@ class ProcessGroups:
         self._made.append(group)
         try:
             token = torch.zeros(1, device="cpu" if backend == "gloo" else self._device)
-            work = dist.all_reduce(token, group=group, async_op=True)
-            wait_on_host(work, group, making.total_seconds(), on_device=backend != "gloo")
+            gather_rows(token, group, time.monotonic() + making.total_seconds())
         except BaseException:
             self.release(group)
             raise
@@ -251,9 +244,6 @@ class ProcessGroups:
             except Exception as error:
                 # After a failure some are broken already; that is not worth an error any more.
                 logger.debug("a process group could not be ended: %s", error)
-
-
-_in_use: list[ProcessGroups] = []
 
 
 def release_dropped() -> None:
@@ -304,7 +294,7 @@ def make_group(
         kind, device = kinds.NCCL, torch.device("cuda")
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
-        options._timeout = calls or making * 4 + _WATCHDOG_MARGIN
+        options._timeout = calls or making * 4 + timedelta(seconds=60)
         options.global_ranks_in_group = list(ranks)
         options.group_name = name  # type: ignore[assignment]
         with contextlib.nullcontext() if calls else _harmless_watchdog():
@@ -359,15 +349,13 @@ def host_timeout(backend: str) -> timedelta:
 
 def backend_for(device: torch.device) -> str:
     """Return the backend that the world uses for this kind of device: ``gloo`` or ``nccl``."""
-    per_device = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
-    backend = per_device.get(device.type)
-    if backend not in ("gloo", "nccl"):
-        has = "has no backend" if backend is None else f"has {backend}, and not gloo or nccl,"
-        raise GroupError(
-            f"the process group {has} for {device.type} tensors ({dist.get_backend_config()}): initialise it "
-            f"with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
-        )
-    return backend
+    config = dist.get_backend_config()
+    backend = dict(part.split(":") for part in config.split(",") if ":" in part).get(device.type)
+    if backend in ("gloo", "nccl"):
+        return backend
+    has = "has no backend" if backend is None else f"has {backend}, and not gloo or nccl,"
+    other = f"initialise it with one, such as backend='{dist.get_default_backend_for_device(device.type)}'"
+    raise GroupError(f"the process group {has} for {device.type} tensors ({config}): {other}")
 
 
 def _is_echo(error: BaseException | None) -> bool:

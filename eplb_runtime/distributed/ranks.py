@@ -1,8 +1,7 @@
 """Who shares what with whom: the ranks of a job, its expert-parallel groups and its pipeline stages. Values only.
 
 Nothing here assumes that the world is one copy of one model: a job may be a part of the world, its ranks may hold
-different pipeline stages, and several EP groups may hold the same experts. The balancer's own process groups are made
-from these, in `process_groups.py`.
+different pipeline stages, and several EP groups may hold the same experts.
 """
 
 from __future__ import annotations

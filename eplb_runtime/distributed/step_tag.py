@@ -1,7 +1,5 @@
 """The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
-
-Ranks compare tags with the counts: where they differ, all raise at once and say which rank is in which forward.
-"""
+Where the tags of ranks differ, all raise at once and say which rank is in which forward."""
 
 from __future__ import annotations
 
@@ -23,15 +21,11 @@ class OutOfStepError(RuntimeError):
 
 
 class ForwardTag(threading.local):
-    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch.
-
-    Attributes:
-        value: the tag of the forward that this thread is in.
-        place: layer and epoch of it.
-    """
+    """The forward that each thread of this rank is in, as one number that travels with the counts of every batch."""
 
     value = 0
     place: tuple[int, int] | tuple[None, None] = (None, None)
+    """Layer and epoch of the forward that this thread is in."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self._rank = list(ranks), rank

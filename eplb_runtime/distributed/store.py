@@ -29,12 +29,8 @@ class JobStore:
 
     A store's client waits for its answer however long that takes. So it works on a thread and a connection of its own:
     who asks waits for the timeout at most, and no other caller waits at all. Once a wait has expired, none waits again
-    until the store has answered what it was asked: an outage costs one timeout.
-
-    Args:
-        store: of a process group; only cloned.
-        prefix: of all keys.
-        timeout_seconds: for each call.
+    until the store has answered what it was asked: an outage costs one timeout. ``store``, of a process group, is only
+    cloned; ``prefix`` is that of all keys.
     """
 
     def __init__(self, store: dist.Store, prefix: str, timeout_seconds: float) -> None:
@@ -50,8 +46,7 @@ class JobStore:
         return self._silence is not None and not self._silence.done()
 
     def compare_set(self, key: str, word: str, *, passing: bool = False) -> str:
-        """Write the first word of a key; returns the one that is there, the same for all who ask. ``passing``: `forget`
-        deletes the key."""
+        """Return the first word of a key, this one if there is none yet. ``passing``: `forget` deletes the key."""
         if passing and key not in self._passing:
             self._passing.append(key)
         return self._ask(lambda store: bytes(store.compare_set(key, "", word)).decode())
@@ -77,7 +72,7 @@ class JobStore:
     def delete(self, *keys: str) -> None:
         """Delete keys as soon as the store answers; no caller waits. A store of the host's may keep all it has."""
         if not self.silent and not self._worker.closed:
-            self._worker.submit(self._asking(lambda store: [store.delete_key(key) for key in keys]))
+            self._worker.submit(lambda: self._answer(lambda store: [store.delete_key(key) for key in keys]))
 
     def forget(self) -> None:
         """Delete the keys that passed before the last call."""
@@ -95,25 +90,21 @@ class JobStore:
         if self.silent:
             raise StoreError(f"the launcher's store has given no answer for more than {self._seconds:g} s")
         try:
-            return self._worker.do(self._asking(question), self._seconds + extra_seconds)
+            return self._worker.do(lambda: self._answer(question), self._seconds + extra_seconds)
         except Exception as error:
             if isinstance(error, TimeoutError) and not self.silent and not self._worker.closed:
                 self._silence = self._worker.submit(lambda: None)  # done as soon as the thread has its answer
             raise StoreError(f"the launcher's store does not answer: {error}") from error
 
-    def _asking(self, question: Callable[[dist.Store], T]) -> Callable[[], T]:
-        """Return what the thread does: a new connection if there is none, the question, and none after a failure."""
-
-        def ask() -> T:
-            if self._connection is None:
-                self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
-            try:
-                return question(self._connection)
-            except Exception:
-                self._disconnect()
-                raise
-
-        return ask
+    def _answer(self, question: Callable[[dist.Store], T]) -> T:
+        """Ask on the thread, over a new connection if there is none; a failure leaves none."""
+        if self._connection is None:
+            self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
+        try:
+            return question(self._connection)
+        except Exception:
+            self._disconnect()
+            raise
 
     def _disconnect(self) -> None:
         self._connection = None
@@ -122,11 +113,9 @@ class JobStore:
 def name_of_job(store: dist.Store, ranks: Sequence[int], rank: int) -> str:
     """A name for what these ranks make together now, equal on all of them, and new each time.
 
-    The launcher counts the lives of a job that fails and starts again; its store may outlive them. Within one life each
-    rank counts, in the store, how often it came with these very ranks.
-
-    Each host's launcher counts for itself, and one that only follows the others counts nothing. Where every life has a
-    store of its own, as it must when hosts come and go, lives need no number.
+    The launcher counts the lives of a job that fails and starts again, as its store may outlive them; where every life
+    has a store of its own, as it must when hosts come and go, lives need no number, and launchers may count unlike.
+    Within one life each rank counts, in the store, how often it came with these very ranks.
     """
     environment = launcher_environment()
     own_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "False"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..distributed.consensus import Agreement, Ballot, InDoubt, Phase, Probe, Verdict, unobserved
+from ..distributed.consensus import POLL_SECONDS, Agreement, Ballot, InDoubt, Phase, Probe, Verdict, unobserved
 from ..distributed.transports.base import Transport, TransportError
 from ..events import RebalanceCommitted
 from ..moe.experts.registry import ExpertTensors, RecordFormat
@@ -32,7 +32,6 @@ from .schedule import Round, TransferSchedule, make_schedule
 
 logger = logging.getLogger("eplb_runtime")
 
-_POLL_SECONDS = 0.0002
 _MISPLACED = "experts on this rank are in other slots than the other ranks have for them"
 
 Formats = tuple[Mapping[int, RecordFormat], str]
@@ -43,8 +42,7 @@ and the layers that differ. The returned function is called after the commit and
 
 
 class MigrationBroken(RuntimeError):
-    """This rank failed after all ranks had agreed to commit: the place of its experts is unknown. Go back to a
-    checkpoint."""
+    """This rank failed after all had agreed to commit: the place of its experts is unknown. Go back to a checkpoint."""
 
 
 @dataclass
@@ -315,7 +313,7 @@ class MigrationEngine:
                     with self._timed("transfer"):
                         while not exchange.pending.poll() and time.monotonic() < posted.deadline:
                             meanwhile()
-                            time.sleep(_POLL_SECONDS)
+                            time.sleep(POLL_SECONDS)
                         exchange.pending.wait(posted.deadline)
                     self.probe(Phase.STAGED, exchange.staged)
                     with self._timed("verify"):

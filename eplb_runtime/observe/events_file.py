@@ -227,7 +227,7 @@ def read_events(run: Path) -> list[Record]:
         FileError: there is no log, or one of another kind or a later version.
         OSError: it cannot be read.
     """
-    if not holds_events(run):
+    if not (run / NAME).exists():
         raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
     found: list[Record] = []
     for _, fields in lines_of(run / NAME):
@@ -238,11 +238,6 @@ def read_events(run: Path) -> list[Record]:
         with suppress(RecordError):
             found.append(from_json(fields))
     return found
-
-
-def holds_events(run: Path) -> bool:
-    """Return whether a job has written its events to this folder."""
-    return (run / NAME).exists()
 
 
 def to_json(record: Mapping[str, Any]) -> Record:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ..load.series import holds_series
 from ..utils.files import FileError
-from .events_file import holds_events
+from .events_file import NAME
 from .metrics import expert_work_text, predictions_text, summary_of, summary_text
 from .run_state import LINKS, RunState, state_of_run
 
@@ -124,7 +124,7 @@ def report_of(source: Path) -> tuple[str, dict[str, Any], str]:
         FileError: it is none.
         OSError: it cannot be read.
     """
-    if source.is_dir() and holds_series(source) and not holds_events(source):
+    if source.is_dir() and holds_series(source) and not (source / NAME).exists():
         raise FileError(f"{source}: recorded without a balancer: eplb-runtime assess {source} says its imbalance")
     state = state_of_run(source)
     summary = summary_of(state)

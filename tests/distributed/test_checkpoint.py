@@ -274,7 +274,7 @@ def refused(rank: int, folder: str) -> None:
     load, take = eplb.checkpoint.load, eplb.load_logical_state_dict
     part = {f"optimizer.{name}.exp_avg": p.detach() for name, p in model.named_parameters() if ".experts." in name}
     cases: dict[str, Callable[[], object]] = {
-        "cannot be read as a checkpoint": lambda: load(folder + "-none", model, optimizer),
+        "-none cannot be used: FileNotFoundError": lambda: load(folder + "-none", model, optimizer),
         "has no model.model.layers.2.": lambda: load(folder, larger),
         "has no place in the model": lambda: load(folder, smaller),
         "has shape (8, 32) in": lambda: load(folder, wider),

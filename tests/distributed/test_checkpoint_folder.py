@@ -295,7 +295,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "of version 5; this reads": lambda: load(copy(index.replace('"version": 4', '"version": 5')), model),
         "has another checksum": lambda: load(copy(index.replace('"files": {', '"files": {"x": [1, ""], ')), model),
         "another size or checksum": lambda: load(copy(content=file.read_bytes()[:-1]), model),
-        "cannot be read: No such file": lambda: load(copy(content=None), model),
+        "cannot be used: FileNotFoundError": lambda: load(copy(content=None), model),
         "has no optimizer: load it with optimizer=None": lambda: load(tmp_path / "good", model, optimizer),
         "schedule is a builtin_function_or_method, which JSON": lambda: save(tmp_path / "odd", model, odd_option),
         "format='torch' is unknown": lambda: save(tmp_path / "x", model, format="torch"),

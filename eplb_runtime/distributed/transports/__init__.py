@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,41 +25,31 @@ from .torch_p2p import TorchPointToPoint
 logger = logging.getLogger("eplb_runtime")
 
 
-def why_rather_not(device: torch.device) -> dict[str, str]:
-    """Return why this rank would rather not use each transport that can be chosen, or "". Connects nothing."""
-    has_rdma = device.type == "cpu" and nixl.rdma_devices()
-    return {"cuda_ipc": symmetric.why_not(device), "nixl": nixl.why_not() if has_rdma else "no RDMA between CPUs"}
-
-
-def choose(nodes: Sequence[str], lacking: Sequence[Mapping[str, str]]) -> tuple[str, str]:
-    """Return the transport that all ranks will use, and why, by their nodes and what `why_rather_not` said of each."""
-    name, where = ("cuda_ipc", "one node") if len(set(nodes)) == 1 else ("nixl", "several nodes")
-    for rank, said in enumerate(lacking):
-        if said[name]:
-            return "torch", f"{where}; no {name}: rank {rank}: {said[name]}"
-    return name, where
+def why_rather_not(name: str, device: torch.device) -> str:
+    """Return why this rank would rather not use one of the transports that ``"auto"`` chooses from, or ""."""
+    if name == "cuda_ipc":
+        return symmetric.why_not(device)
+    return nixl.why_not() if device.type == "cpu" and nixl.rdma_devices() else "no RDMA between CPUs"
 
 
 def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> Transport:
     """Return the transport that works on every rank, warmed up unless it is torch's. Collective, and in time."""
     arguments, deadline = (group, backend, device, timeout_seconds), time.monotonic() + timeout_seconds
-    torch_own = TorchPointToPoint(*arguments)
-    said = gather_json([node_of_this_rank(), why_rather_not(device)], group, torch_own.device, deadline)
-    name, why = choose([node for node, _ in said], [lacking for _, lacking in said])
-    made: Transport = torch_own
-    if name != "torch":
-        problem = ""
+    made: Transport = TorchPointToPoint(*arguments)
+    of_torch, here = made, (group, made.device, deadline)
+    several = len(set(gather_json(node_of_this_rank(), *here))) > 1
+    name, where = ("nixl", "several nodes") if several else ("cuda_ipc", "one node")
+    if not (why := first_problem(problem := why_rather_not(name, device), *here)):
         try:
             made = TRANSPORTS[name](*arguments)
             made.warm_up(time.monotonic() + timeout_seconds / 2)  # if it fails there has to be some time left
         except (TransportError, OSError) as error:
             problem = one_line(error)
-        if failed := first_problem(problem, group, torch_own.device, deadline):
-            why, name = f"{name} failed: {failed}", "torch"
+        if why := first_problem(problem, *here):
             made.close()
-            made = torch_own
+            made = of_torch
     if group.rank() == 0:
-        logger.info("transport: %s (%s)", name, why)
+        logger.info("transport: %s", f"torch ({where}; no {name}: {why})" if why else f"{name} ({where})")
     return made
 
 
@@ -74,17 +64,11 @@ TRANSPORTS: dict[str, Callable[[dist.ProcessGroup, str, torch.device, float], Tr
 """``MigrationConfig.transport`` -> made of the EP group's migration group, the name of its backend, the model's device,
 and the most seconds that anything is waited for."""
 
-
-# -- how fast the links are, measured once at attach with the transport that will be used ------------------------------
-
-FIRST_BYTES = 8 << 20
-LEAST_SECONDS = 0.004
-"""Messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is: 8 MiB are through
-NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
-MOST_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
-SHARE_OF_FREE_MEMORY = 8
+FIRST_BYTES, LEAST_SECONDS, REPEATS = 8 << 20, 0.004, 3
+"""To measure links, messages grow until they take so long. Shorter ones tell how ranks start, not how fast a link is:
+8 MiB are through NVLink in 20 microseconds, and ranks leave a barrier up to 100 apart."""
+MOST_BYTES, SHARE_OF_FREE_MEMORY = {"cpu": 64 << 20, "cuda": 2 << 30}, 8
 """On a device, a probe takes at most one part in so many of what is free, for each of its two buffers."""
-REPEATS = 3
 
 
 def measure(

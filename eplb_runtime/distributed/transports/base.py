@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.worker import Worker
+from ..consensus import POLL_SECONDS, gather_json
 from ..consensus import TransportError as TransportError
-from ..consensus import gather_json
-
-POLL_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes to or from a peer. Messages between two ranks are matched in order; both sides know the sizes.
-
-    Args:
-        peer: rank within the EP group; this rank's own number is allowed.
-        data: contiguous uint8, on the transport's ``device``, may be empty; a message received is written into it.
-    """
+    """Bytes to or from a peer, a rank of the EP group or this one itself: contiguous uint8 on the transport's device,
+    may be empty; what is received is written into them. Those of two ranks are matched in order, of known sizes."""
 
     peer: int
     data: Tensor
@@ -61,12 +55,9 @@ class Transport(ABC):
 
     Args:
         group: its ranks; ``backend`` is its backend's name.
-        device: the model's.
+        device: the model's. The attribute is where messages have to be, the CPU if the transport needs host memory.
         timeout_seconds: for what is posted to a library that ends it itself, whatever the deadline.
         package: used in the place of the transport's library.
-
-    Attributes:
-        device: where messages have to be: the model's device, or the CPU when the transport needs host memory.
     """
 
     in_order: bool = False
@@ -87,8 +78,7 @@ class Transport(ABC):
 
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
-        """Open the connections to all peers, unless they are; so that the first rebalance does not pay for them.
-        Collective."""
+        """Open the connections to all peers, so that the first rebalance does not pay for them. Collective."""
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -120,8 +110,6 @@ class Transport(ABC):
         self.post([Message(peer, out) for peer in others], receives).wait(deadline)
 
 
-# -- on a device -------------------------------------------------------------------------------------------------------
-
 LEFT_SECONDS = 5.0
 """Longest wait for work that is still on a device's stream, as when a rank gives up."""
 
@@ -133,10 +121,8 @@ class SideStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.pointer = 0 if self._stream is None else self._stream.cuda_stream
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            yield
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def after_current(self) -> None:
         """Let what comes from here on run after what the current stream has to do now."""

@@ -25,24 +25,23 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.text import one_line
+from ..consensus import first_problem
 from .base import Message, Pending, SideStream, Transport, TransportError, wait_until
 from .nixl import rdma_devices
 from .nvshmem import claim
 from .symmetric import node_of_this_rank
 
 INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (dispatch/README.md)"
-NUM_SMS = 20
-"""Multiprocessors for communication, DeepEP's own choice."""
-RANKS_OF_A_NODE = 8
-"""Ranks of one node in DeepEP's kernels where there are several nodes."""
-SIZED_FOR_ROW_BYTES = 16 << 10
-"""So that one buffer serves rows of all widths."""
-ROW_BYTES = 14336
-"""A multiple of 32 that one call takes, and the width that DeepEP's own tables are for."""
+NUM_SMS, RANKS_OF_A_NODE = 20, 8
+"""Multiprocessors for communication, DeepEP's own choice; ranks of each of several nodes in its kernels."""
+SIZED_FOR_ROW_BYTES, ROW_BYTES = 16 << 10, 14336
+"""So that one buffer serves rows of all widths; a multiple of 32 that one call takes, and that DeepEP's tables are for.
+"""
 CHUNK_BYTES = 128 << 20
 """Bytes that a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
 """Ranks that know that all have come may take so long to say so, whatever the deadline."""
+_buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
 
 
 def why_not(device: torch.device | None = None, *, low_latency: bool = False) -> str:
@@ -125,9 +124,6 @@ def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: A
     return _buffers[key]
 
 
-_buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
-
-
 class DeepEP(Transport):
     """Carries by `deep_ep.Buffer`. Every rank of the group posts equally often, also where it has no messages."""
 
@@ -148,11 +144,10 @@ class DeepEP(Transport):
                 package = imported(asked="transport='deepep'")
         except ConfigError as error:
             problem = str(error)
-        nodes, problems = zip(*self._gather([node_of_this_rank(), problem], deadline), strict=True)
-        problem = next((f"EP rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
+        nodes = self._gather(node_of_this_rank(), deadline)
         if not problem and self._num_ranks > 1 and self._package is None:
             problem = why_not_between(self._num_ranks, min(map(nodes.count, nodes)))
-        if problem:
+        if problem := first_problem(problem, self._group, self._group_device, deadline):
             raise TransportError(f"transport 'deepep': {problem}")
         if self._num_ranks > 1:
             try:

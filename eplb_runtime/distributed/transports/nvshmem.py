@@ -20,11 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from ..consensus import gather_bytes
+from ..consensus import first_problem, gather_bytes
 from .base import TransportError
 from .windows import HasLeft, Windows
 
 INSTALL = "pip install 'eplb-runtime[nvshmem-cu12]', or nvshmem-cu13 for CUDA 13"
+_world: list[tuple[str, tuple[int, ...]]] = []
+"""Who has started NVSHMEM in this process, and between which ranks: there is one world and never a second."""
+_windows: list[Tensor] = []
+_lent: set[int] = set()
+"""Windows on the heap of this process, and the numbers of those that a transport uses."""
 
 
 def load() -> Any:
@@ -37,25 +42,15 @@ def load() -> Any:
         raise TransportError(f"transport 'nvshmem' needs nvshmem4py ({one_line(error)}): {INSTALL}") from error
 
 
-_world: list[tuple[str, tuple[int, ...]]] = []
-"""Who has started NVSHMEM in this process, and between which ranks: there is one world and never a second."""
-
-
 def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
-    """Return why NVSHMEM cannot be started for a user between these ranks, or "" and note that it is. Asked by all who
-    start it, DeepEP's buffers among them; ``again``: this user may share its world."""
+    """Return why NVSHMEM cannot be started for a user (DeepEP's buffers are one, too) between these ranks, or "" and
+    note that it is. ``again``: this user may share its world."""
     user = by, tuple(dist.get_process_group_ranks(group))
     if _world and not (again and _world[0] == user):
         first, ranks = _world[0]
         return f"{first} has started NVSHMEM between ranks {list(ranks)}, and a process starts it once"
     _world[:] = [user]
     return ""
-
-
-_running: list[Any] = []
-_windows: list[Tensor] = []
-_lent: set[int] = set()
-"""Windows on the heap of this process, and the numbers of those that a transport uses."""
 
 
 class Nvshmem(Windows):
@@ -71,14 +66,13 @@ class Nvshmem(Windows):
             problem = claim("transport='nvshmem'", self._group, again=True)
         except TransportError as error:
             problem = str(error)
-        said = self._gather([problem, [n for n in range(len(_windows)) if n not in _lent]], deadline)
-        for rank, (text, _) in enumerate(said):
-            if text:
-                raise TransportError(f"EP rank {rank}: {text}")
-        if not _running:
+        if problem := first_problem(problem, self._group, self._group_device, deadline):
+            raise TransportError(problem)
+        said = self._gather([n for n in range(len(_windows)) if n not in _lent], deadline)
+        if not _windows:
             self._start(library, deadline)
         self._library = library
-        self._number = min(set.intersection(*(set(free) for _, free in said)), default=len(_windows))
+        self._number = min(set.intersection(*map(set, said)), default=len(_windows))
         if self._number == len(_windows):
             _windows.append(library.core.tensor((nbytes,), dtype=torch.uint8).zero_())
         _lent.add(self._number)
@@ -95,12 +89,11 @@ class Nvshmem(Windows):
         _lent.discard(self._number)
 
     def _start(self, library: Any, deadline: float) -> None:
-        first = self._rank == 0
-        identity = library.core.get_unique_id(empty=not first)
+        identity = library.core.get_unique_id(empty=self._rank > 0)
         raw = identity._data.view(np.uint8)
-        words = gather_bytes(raw.tobytes() if first else b"", self._group, self._group_device, deadline)
-        raw[:] = np.frombuffer(words[0], dtype=np.uint8)
+        raw[:] = np.frombuffer(
+            gather_bytes(raw.tobytes(), self._group, self._group_device, deadline)[0], dtype=np.uint8
+        )
         on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
         on.set_current()
         library.core.init(device=on, uid=identity, rank=self._rank, nranks=self._num_ranks, initializer_method="uid")
-        _running.append(library)

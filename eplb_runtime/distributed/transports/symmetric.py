@@ -1,7 +1,6 @@
 """Memory that the ranks of a node open to each other, by torch's symmetric memory, and signals between them.
 
-Rows of replicas lie in it, and windows of messages (`windows.py`), which the copy engines write. All ranks of a node
-make the same blocks in the same order.
+Rows of replicas lie in it, and windows of messages, which copy engines write. All ranks make the same blocks in order.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _CPU = torch.device("cpu")
 _OF_TORCH = "torch.distributed._symmetric_memory"
 BACKEND = "CUDA"
 """torch's back end whose memory is written by plain copies and whose signals wait on a stream."""
-LEAST_CHANNELS = 4
+LEAST_CHANNELS, _BYTES_OF_A_SIGNAL = 4, 4
 """Two signals each way, for weights and for gradients."""
-_BYTES_OF_A_SIGNAL = 4
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch compares the GPUs of ranks by their numbers, and refuses equal ones, unless the environment has this."""
 
@@ -61,10 +59,9 @@ class NodeMemory:
 
     Args:
         group: the ranks of the node; used to meet, by its store. It is torch's to find by its name from here on.
-        device: of all memory.
+        device: of all memory; ``group_device`` is that of the group's backend.
         timeout_seconds: a signal that is waited for longer stops the GPU's work with an error that names it. 0: never.
         package: in the place of torch's.
-        group_device: that the group's backend works on.
 
     Attributes:
         rank: this one's place in the group; peers are places in it.

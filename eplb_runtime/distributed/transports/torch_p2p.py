@@ -95,9 +95,7 @@ class _OnDevice(Pending):
     until they are done, and abort the group when that takes too long."""
 
     def __init__(self, works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
-        self._works = works
-        self._group = group
-        self._aborted = False
+        self._works, self._group, self._aborted = works, group, False
 
     def poll(self) -> bool:
         if self._aborted:

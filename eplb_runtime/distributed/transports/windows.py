@@ -3,8 +3,7 @@
 A message goes in pieces through the window of who receives: a piece is written when the peer has room for it, then a
 note that it is there; the peer copies it to where it belongs, then notes that there is room again. Notes are numbers in
 the window, too, or go the library's own way. All of it goes on while somebody polls. Nothing is written but windows:
-who gives up has nothing to fear from a peer that comes late. What a window lies in, and how a write travels, is each
-transport's own.
+who gives up has nothing to fear from a peer that comes late.
 """
 
 from __future__ import annotations
@@ -72,12 +71,8 @@ class _Peer:
 
     sends: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
     receives: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
-    sent: int = 0
-    room: int = 0
-    arrived: int = 0
-    taken: int = 0
-    leaving: bool = False
-    gone: bool = False
+    sent = room = arrived = taken = 0
+    leaving = gone = False
 
 
 class Windows(Transport):
@@ -90,16 +85,12 @@ class Windows(Transport):
         self, group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float, package: Any = None
     ) -> None:
         super().__init__(group, backend, device, timeout_seconds, package)
-        self.state = threading.RLock()
-        self.problem = "it is not warmed up"
-        self._piece_bytes = 0
+        self.state, self.problem = threading.RLock(), "it is not warmed up"
+        self._piece_bytes, self._next_ask = 0, 0.0
         self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
         self._stream, self._reading = SideStream(device), SideStream(device)
         self._under_way: list[tuple[HasLeft, _Posted]] = []
         self._notes_are_here: HasLeft | None = None
-        self._next_ask = 0.0
-
-    # -- what each transport does its own way --------------------------------------------------------------------------
 
     @abstractmethod
     def _open(self, nbytes: int, deadline: float) -> Tensor:
@@ -111,8 +102,7 @@ class Windows(Transport):
         the write ``after`` is there."""
 
     def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
-        """Write a note, as `_put` does. One is written over when the peer must have seen it: it has had room for what
-        came after."""
+        """Write a note, as `_put` does, over one that the peer must have seen: it has had room for what came after."""
         note = self._out_RKHN[peer, kind, number % HALVES]
         note.copy_(torch.tensor([number, ~number]), non_blocking=True)
         return self._put(self._notes_RKHN[self._rank, kind, number % HALVES], note, peer, after)
@@ -179,8 +169,7 @@ class Windows(Transport):
         return posted
 
     def close(self) -> None:
-        """The window is its library's to free: that may wait for all ranks. A call of the library that does not come
-        back is left to its thread."""
+        """The window stays its library's: to free it may wait for all ranks. A call that does not come back is left."""
         if self.state.acquire(timeout=LEFT_SECONDS):
             try:
                 self.give_up("the transport is closed")

@@ -183,18 +183,19 @@ class StepByMegatron:
 
         optimizer.step = stepped  # for good: its steps are counted
         others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
-        square = lambda: float(square_of_experts(self._gradient_of))  # noqa: E731
-        put(optimizer, "get_grad_norm", lambda: _root(others, square()))
+
+        def norm() -> float:
+            squares = (float(leaf.get_grad_norm() or 0.0) ** 2 for leaf in others)
+            return math.sqrt(float(square_of_experts(self._gradient_of)) + sum(squares))
+
+        put(optimizer, "get_grad_norm", norm)
         put_for_state = partial(put, for_state=True)
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
                 refuse_places(optimizer, leaf, has_moved, put_for_state)
             else:
-                held = {
-                    self._layer_of[name]: parameter
-                    for name, parameter in self._experts.items()
-                    if self._leaf_of.get(id(parameter)) is leaf
-                }
+                own = self._layer_of
+                held = {own[name]: one for name, one in self._experts.items() if self._leaf_of.get(id(one)) is leaf}
                 here = lambda held=held: {layer: experts_here(one) for layer, one in held.items()}  # noqa: E731
                 say_experts(leaf, here, put_for_state)
         return SimpleNamespace(remove=undo.close)
@@ -210,11 +211,6 @@ class StepByMegatron:
 
     def _leaves_of_experts(self) -> list[Any]:
         return list({id(leaf): leaf for leaf in self._leaf_of.values()}.values())
-
-
-def _root(optimizers: Sequence[Any], square: float) -> float:
-    """Return the norm of optimizers that have each a norm of their own, with another square."""
-    return math.sqrt(square + sum(float(one.get_grad_norm() or 0.0) ** 2 for one in optimizers))
 
 
 def _all(optimizer: Any) -> Iterator[Any]:

@@ -20,8 +20,7 @@ from eplb_runtime.balancer.decision import Measurement, PlanMaker
 from eplb_runtime.balancer.gradients import norm
 from eplb_runtime.balancer.gradients.norm import RangesOfSlots, squares_of_slots
 from eplb_runtime.balancer.planner_process import PlannerLost
-from eplb_runtime.balancer.rebalancer import Rebalancer, _Pending
-from eplb_runtime.balancer.status import DecisionLine
+from eplb_runtime.balancer.rebalancer import DecisionLine, Rebalancer, _Pending
 from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.distributed.consensus import Verdict
 from eplb_runtime.distributed.control_channel import ControlChannel

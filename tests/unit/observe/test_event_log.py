@@ -20,7 +20,7 @@ from eplb_runtime import events
 from eplb_runtime.cli import main
 from eplb_runtime.events import Event, EventLog, LoadMeasured, RebalancePlanned, Suspended, SuspensionEnded
 from eplb_runtime.load.clock import Progress
-from eplb_runtime.observe.events_file import NAME, LineFile, Record, holds_events, read_events, record_of, to_json
+from eplb_runtime.observe.events_file import NAME, LineFile, Record, read_events, record_of, to_json
 from eplb_runtime.observe.metrics import scalars_of, summary_of, summary_text
 from eplb_runtime.observe.page import report_of, view_of
 from eplb_runtime.observe.run_state import state_of, state_of_run
@@ -69,7 +69,7 @@ def test_a_crash_costs_the_last_line_at_most(cut: int, tmp_path_factory: pytest.
 def test_a_log_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no folder of a run"):
         read_events(tmp_path)
-    assert not holds_events(tmp_path)
+    assert not (tmp_path / NAME).exists()
     (tmp_path / NAME).write_text('{"event": "JobAttached", "format": "eplb-runtime-events", "version": 2}\n')
     with pytest.raises(FileError, match="version 2"):
         read_events(tmp_path)
