@@ -178,17 +178,20 @@ class Balancer:
         Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
         self.tensors.register_all(name, tensors, moves)
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over another element-wise optimizer of the attached model's parameters, as ``attach`` does. Collective,
-        between steps. Each steps once in a training step; what it holds outside the model is taken for a part of it
-        that is the same on every rank.
-        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients); RuntimeError:
-        a rank did not come.
+    def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
+        """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
+        ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
+        steps. Each steps once in a training step; what it holds outside the model is taken for a part of it that is
+        the same on every rank.
+        Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
+        RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
         """
         began = self.loop.has_optimizer
+        if instead_of is not None:
+            self.loop.require("adopt()")
         self.runtime.barrier("balancer.adopt()")
-        self.optimizer_hooks.adopt(optimizer)
-        if not began:
+        self.optimizer_hooks.adopt(optimizer, instead_of)
+        if not began or instead_of is not None:
             self.guard.begin()
 
     def logical_expert_ids(self, layer: int) -> list[int]:

@@ -48,6 +48,7 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "resume()": (),
     "at_once()": (Wrong.CLOSED,),
     "gather_experts()": (Wrong.IN_SCHEDULE,),
+    "adopt()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_STEP),
 }
 """By the call, what it is refused in; the first is said. Others are exports and walks over the weights."""
 _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)

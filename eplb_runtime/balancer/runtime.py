@@ -160,6 +160,14 @@ class ModelTensors:
         for layer in self._runtime.layers:
             layer.counts_in_evaluation = False
 
+    def forget(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
+        """Forget an optimizer that was let go; ``outside``: as for `train`."""
+        self.optimizers[:] = [other for other in self.optimizers if other is not optimizer]
+        self._runtime.registry.no_longer_stepped_by(optimizer)
+        for name in outside:
+            del self.dense[name]
+            self.memory.add(name)  # of no tensor: none is missed
+
     def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
         """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
         self.dense.update(parameters)

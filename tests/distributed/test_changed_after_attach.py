@@ -92,6 +92,32 @@ def two_optimizers(adopts: bool) -> State:
     return eplb.logical_state_dict(model, optimizers)
 
 
+def another_in_mid_run(policy: str) -> State:
+    """Two optimizers train a head besides; then one other takes the place of the second, and a third that one's."""
+    model, head = make_model("olmoe", experts=EXPERTS), nn.Linear(8, 8)
+    first, second = halves(model)
+    old = SGD([*second, *head.parameters()], lr=0.05, momentum=0.9)
+    other = AdamW(first)
+    balancer = attach(model, [other, old], policy=policy)
+    train(model, other, old)
+    moved = balancer.placement.epoch
+    for phase, make in enumerate((AdamW, torch.optim.RMSprop), 1):
+        new = make(halves(model)[1], lr=1e-3)
+        balancer.adopt(new, instead_of=old)
+        assert not any(p is head.weight for p in balancer.tensors.dense.values())
+        assert "eplb_runtime_experts" not in old.state_dict() and "eplb_runtime_experts" in new.state_dict()
+        old.param_groups.clear()
+        train(model, other, new, first=5 * phase)
+        old = new
+    assert policy == "static" or balancer.placement.epoch > moved
+    state = eplb.logical_state_dict(model)
+    for name, layer in balancer.layer_of_parameter.items():
+        for key, tensor in old.state[model.get_parameter(name)].items():
+            if key != "step":
+                state[f"{name} {key}"] = balancer.gather_experts(layer, tensor)
+    return state
+
+
 def with_copies() -> dict[str, Any]:
     """Settings: replicas of the first home of the other rank; nothing moves."""
     start = with_replicas(EXPERTS, 2, {0: EXPERTS // 2, 1: 0})
@@ -117,9 +143,11 @@ def written_between_steps(**options: Any) -> State:
 def right(rank: int) -> list[dict[str, str]]:
     given, adopted = (closing(partial(two_optimizers, adopts))() for adopts in (False, True))
     assert differing(given, adopted) == []
+    static, moved = (closing(partial(another_in_mid_run, policy))() for policy in ("static", "incremental"))
+    assert differing(static, moved) == []
     without, beside = (closing(partial(written_between_steps, **o))() for o in ({"policy": "static"}, with_copies()))
     assert all(torch.allclose(tensor, without[key], rtol=0, atol=1e-6) for key, tensor in beside.items())
-    return [digests(state) for state in (given, beside)]
+    return [digests(state) for state in (given, static, beside)]
 
 
 def test_adopted_optimizers_train_as_given_ones_and_copies_follow_what_is_written_between_steps() -> None:
@@ -145,6 +173,18 @@ def unknown_second_optimizer() -> None:
 def adopted_what_another_has() -> None:
     run = attached()
     run.balancer.adopt(AdamW([run.model.lm_head.weight]))
+
+
+def stepped_after_it_was_let_go() -> None:
+    run = attached().train(1)
+    run.balancer.adopt(SGD(run.model.parameters()), instead_of=run.optimizer)
+    run.train(5)
+
+
+def adopted_inside_a_step() -> None:
+    run = attached().train(1)
+    run.backward(run.forward())
+    run.balancer.adopt(SGD(run.model.parameters()), instead_of=run.optimizer)
 
 
 def written_and_not_said() -> None:
@@ -195,7 +235,9 @@ def each_rank_a_part() -> None:
 REFUSED: dict[str, Callable[[], None]] = {
     "balancer.adopt(optimizer)": not_adopted,
     "a AdamW that the balancer does not know steps lm_head.weight": unknown_second_optimizer,
-    "lm_head.weight is in several optimizers: give each parameter to one, and keep": adopted_what_another_has,
+    "lm_head.weight is in several optimizers: give each parameter to one, and let go": adopted_what_another_has,
+    "balancer.adopt(optimizer), with instead_of=old where it replaces one": stepped_after_it_was_let_go,
+    "adopt() between a backward pass and the optimizer's step": adopted_inside_a_step,
     "call balancer.weights_changed() after writing, on every rank": written_and_not_said,
     "lm_head.adapter.weight was added after attach": adapters_unknown,
     "model.layers.1.mlp.experts.down_proj was replaced after attach": replaced,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -17,6 +17,7 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...balancer.loop_state import LoopHooks, LoopState
@@ -52,6 +53,8 @@ class _Stepper:
 
     Args:
         held: how many parameters it holds.
+        outside: those outside the model, by a name for messages.
+        hooks: on it.
         depth: of its steps that run now: one may call that of its base, for which torch calls hooks, too.
         turns: how often it has stepped, or was passed over.
         stepped: whether it has, in this training step; None: neither yet.
@@ -59,6 +62,8 @@ class _Stepper:
 
     optimizer: AnyOptimizer
     held: int
+    outside: dict[str, Tensor] = field(default_factory=dict)
+    hooks: list[RemovableHandle] = field(default_factory=list)
     depth: int = 0
     turns: int = 0
     stepped: bool | None = None
@@ -99,9 +104,10 @@ class Optimizers(LoopHooks):
         if container is not None:
             self._balancer.tensors.train_outside(self._outside(self._know(container)))
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """`Balancer.adopt`."""
-        config, why = self._balancer.config, ""
+        config, tensors, why = self._balancer.config, self._balancer.tensors, ""
+        old = next((one for one in self._known if one.optimizer is instead_of), None)
         if not isinstance(optimizer, torch.optim.Optimizer):
             why = (
                 f"a {type(optimizer).__name__} is no torch.optim.Optimizer, and only those are taken over: call attach "
@@ -112,32 +118,49 @@ class Optimizers(LoopHooks):
                 "the model was attached without an optimizer and with replica slots, which gather no gradients then: "
                 "give the optimizer to attach, or use replica_slots=0"
             )
+        elif instead_of is not None and (old is None or not old.hooks or instead_of not in tensors.optimizers):
+            why = (
+                f"instead_of is a {type(instead_of).__name__} that the balancer does not have by itself: give the very "
+                "one that attach or adopt was given; to replace a framework's own close, and attach again"
+            )
+        elif old is not None and any(one.stepped is not None for one in self._known):
+            why = (
+                "adopt(..., instead_of=...) in the middle of a training step, in which some optimizers have stepped "
+                "and others not: call it when all have"
+            )
         else:
             each = self._balancer.runtime.registry.has_slots
             why = why_not_stepped(optimizer, self._experts, each=each, known=config.elementwise)
-            held = held_by([*(one.optimizer for one in self._known), optimizer])
+            held = held_by([*(one.optimizer for one in self._known if one is not old), optimizer])
             if not why and (twice := [name for key, name in self._names.items() if held[key] > 1]):
                 why = (
-                    f"{twice[0]} is in several optimizers: give each parameter to one, and keep the one that attach "
-                    "was given (begin anew by its state.clear(), or change the options of its groups)"
+                    f"{twice[0]} is in several optimizers: give each parameter to one, and let go the one that "
+                    "this replaces: balancer.adopt(optimizer, instead_of=old)"
                 )
         if why:
             raise AttachError(why)
-        self._hook(optimizer)
+        if old is not None:
+            self._balancer.rebalancer.cancel_pending()  # it has the state of the old one
+            for handle in old.hooks:  # its step is refused from here on
+                handle.remove()
+            tensors.forget(old.optimizer, old.outside)
+        self._hook(optimizer, old)
 
-    def _know(self, optimizer: AnyOptimizer) -> _Stepper:
-        self._known.append(one := _Stepper(optimizer, _count(optimizer)))
+    def _know(self, optimizer: AnyOptimizer, old: _Stepper | None = None) -> _Stepper:
+        """Under the number of the one that was let go, or a new one."""
+        number, one = self._known.index(old) if old else len(self._known), _Stepper(optimizer, _count(optimizer))
+        self._known[number : number + 1] = [one]
         if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(partial(self._before_step, one))
-            optimizer.register_step_post_hook(partial(self._after_step, one))
+            after = optimizer.register_step_post_hook(partial(self._after_step, one))
+            one.hooks = [optimizer.register_step_pre_hook(partial(self._before_step, one)), after]
         return one
 
-    def _hook(self, optimizer: AnyOptimizer) -> None:
-        balancer, one = self._balancer, self._know(optimizer)
+    def _hook(self, optimizer: AnyOptimizer, old: _Stepper | None = None) -> None:
+        balancer, one = self._balancer, self._know(optimizer, old)
         balancer.tensors.train(optimizer, self._outside(one))
         if isinstance(optimizer, torch.optim.Optimizer):
             saves = order_optimizer if balancer.runtime.job.divided_rows else mark_optimizer  # or the framework does
-            saves(optimizer, self._experts, balancer)
+            one.hooks += saves(optimizer, self._experts, balancer)
             return
 
         def before() -> None:
@@ -155,12 +178,13 @@ class Optimizers(LoopHooks):
         balancer.closing.callback(undo.remove)
 
     def _outside(self, one: _Stepper) -> dict[str, Tensor]:
-        return {
+        one.outside = {
             f"parameter {index} of group {group_number} of optimizer {self._known.index(one)}": parameter
             for group_number, group in enumerate(one.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
             if id(parameter) not in self._names
         }
+        return one.outside
 
     def follow(self) -> None:
         """Take over what ``add_param_group`` has added since."""
@@ -185,7 +209,7 @@ class Optimizers(LoopHooks):
             raise RuntimeError(
                 f"a {type(optimizer).__name__} that the balancer does not know steps {name} of the attached model, "
                 "with gradients that are not reduced: give all optimizers to attach(model, [first, second]), or one "
-                "that is made later to balancer.adopt(optimizer); none takes the place of another"
+                "that is made later to balancer.adopt(optimizer), with instead_of=old where it replaces one"
             )
         self._let_alone.add(optimizer)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ...balancer.balancer import Balancer
 from ...distributed.consensus import barrier
@@ -21,6 +22,7 @@ from ...moe.experts.registry import MARK
 from ...moe.experts.slices import local, rearranged
 from .description import MoELayer
 
+Handles = list[RemovableHandle]
 OURS = "eplb_runtime.checkpoint, or eplb_runtime.logical_state_dict and load_logical_state_dict"
 BY_THE_FRAMEWORK = "the framework's distributed checkpoints (sharded_state_dict), which name experts"
 OF_ONE_RANK = (
@@ -131,8 +133,8 @@ def mark_state(
     object.__setattr__(experts, MARK, name)  # who walks along the keys of a state dict finds something
 
 
-def mark_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> None:
-    """Let the state of an optimizer say which logical experts its rows are."""
+def mark_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> Handles:
+    """Let the state of an optimizer say which logical experts its rows are; returns how to end it."""
     layers = balancer.layer_of_parameter
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -156,8 +158,7 @@ def mark_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], b
         wrong = [name for number, (name, parameter) in experts if not fits(state, number, name, parameter)]
         _refuse_on_all(balancer, "the optimizer", refusal("optimizer's state dict", wrong[0]) if wrong else "")
 
-    optimizer.register_state_dict_post_hook(saved)
-    optimizer.register_load_state_dict_pre_hook(loading)
+    return [optimizer.register_state_dict_post_hook(saved), optimizer.register_load_state_dict_pre_hook(loading)]
 
 
 def _apart(value: Any) -> Any:
@@ -236,8 +237,8 @@ def keep_logical_order(
     model.register_load_state_dict_post_hook(lambda *_: balancer.weights_changed())  # copies follow
 
 
-def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> None:
-    """Let the state of an optimizer have experts in logical order."""
+def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> Handles:
+    """Let the state of an optimizer have experts in logical order; returns how to end it."""
 
     def in_order(state: dict[str, Any], loads: bool) -> dict[str, Any]:
         balancer.runtime.barrier("the state of the optimizer")
@@ -250,5 +251,5 @@ def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], 
                 changed[number] = changed[number] | ordered
         return {**state, "state": changed}
 
-    optimizer.register_state_dict_post_hook(lambda _, state: in_order(state, False))
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: in_order(state, True))
+    saved = optimizer.register_state_dict_post_hook(lambda _, state: in_order(state, False))
+    return [saved, optimizer.register_load_state_dict_pre_hook(lambda _, state: in_order(state, True))]

@@ -164,6 +164,12 @@ class ExpertTensors:
         if not any(optimizer is other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
+    def no_longer_stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
+        """Nothing that this optimizer keeps is theirs any more."""
+        self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
+        self._state_of_layers.clear()
+        self._misses_state = True  # until the next step has ended
+
     def note_state(self, step: int) -> None:
         """Note which state the optimizers have, at the end of a step, for `why_state_lacks`. It is read after few
         steps: state that is there once is there for good, but for what a step has shown to be gone."""
@@ -186,8 +192,10 @@ class ExpertTensors:
             for layer, of_layer in tensors.items():
                 if missing := self._state_of_layers[layer] - _names_of_state(of_layer):
                     self._misses_state = True
-                    name = min(missing)
-                    return f"{name} of MoE layer {layer} is not in the optimizer's state any more: load it first"
+                    return (
+                        f"{min(missing)} of MoE layer {layer} is not in the optimizer's state any more: load it first, "
+                        "or balancer.adopt(new, instead_of=old)"
+                    )
         return ""
 
     def mark_gradients_stale(self, layer: int) -> None:
