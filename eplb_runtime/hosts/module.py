@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -26,11 +25,12 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..balancer.gradients.reduction import foreign_hooks
+from ..load.clock import ExpertClock
 from ..moe.experts.compute import Compute, SlotCounts
 from ..moe.layer import ExpertParallelLayer
 from .attaching.checks import SEED, rows_like, same_to_rounding, untouched, width_of_rows
 from .attaching.description import AttachError, HostModel, MoELayer, spread_of
-from .attaching.expert_spans import mark_calls, take_calls
+from .attaching.expert_spans import watch_calls
 
 logger = logging.getLogger("eplb_runtime")
 RowsThroughSlots = Callable[[Tensor, SlotCounts, Mapping[str, Tensor]], Tensor]
@@ -78,24 +78,6 @@ class _RealTokens(threading.local):
     real_T: Tensor | None = None
 
 
-def watch_calls(
-    owner: nn.Module,
-    name: str,
-    see: Callable[[Tensor, int, int], None],
-    choices: Callable[[Tensor, Tensor], Tensor] = lambda ids, weights: ids,
-) -> Callable[[], None]:
-    """Show the choices of each call of a method that takes hidden states, ids and weights; returns how to end it."""
-    own = getattr(owner, name)
-    bind = inspect.signature(own).bind
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        hidden, topk_ids, topk_weights = bind(*args, **kwargs).arguments.values()
-        see(choices(topk_ids, topk_weights), hidden.shape[-1], topk_ids.shape[-1])
-        return own(*args, **kwargs)
-
-    return take_calls(owner, name, run)
-
-
 @dataclass(frozen=True)
 class _Method:
     """The method of a module that runs the experts of a layer, whose calls are seen or taken over."""
@@ -105,9 +87,9 @@ class _Method:
     num_experts: int
     padding: _RealTokens
 
-    def watch(self, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
+    def watch(self, see: Callable[[Tensor, int, int], None], clock: ExpertClock) -> Callable[[], None]:
         """`attaching.description.MoELayer.watch`."""
-        return watch_calls(self.owner, self.layer.run, see, lambda *given: self.choices(*given)[0])
+        return watch_calls(self.owner, self.layer.run, lambda *given: self.choices(*given)[0], see, clock)
 
     def install(self, parallel: ExpertParallelLayer) -> None:
         """`attaching.description.MoELayer.install`."""
@@ -234,8 +216,7 @@ def _watched_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELay
     else:
         raise AttachError(f"{layer.experts} ({type(experts).__name__}) has no tensors with experts as first dimension")
     method = _Method(layer, _owner_of_run(model, layer, experts), num_experts, padding)
-    mark_work, here = partial(mark_calls, method.owner, layer.run), num_experts
-    return MoELayer(layer.experts, experts, here, watch=method.watch, mark_work=mark_work, experts_here=here)
+    return MoELayer(layer.experts, experts, num_experts, watch=method.watch, experts_here=num_experts)
 
 
 def _describe_layer(model: nn.Module, layer: MoE, padding: _RealTokens) -> MoELayer:

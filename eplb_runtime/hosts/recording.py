@@ -112,7 +112,6 @@ def record(
         group=group,
         real_tokens=found.real_tokens,
         in_training_only=optimizer is not None,
-        mark_work=[layer.mark_work for layer in found.layers if layer.mark_work is not None],
         optimizer_bytes=lambda: 0 if optimizer is None else max(_optimizer_bytes(o, optimizer) for o in found.layers),
     )
     recording.until_closed(found.watch_batches())

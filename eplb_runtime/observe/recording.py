@@ -85,15 +85,14 @@ class Recording:
 
     Args:
         model: its ``training`` flag says what counts.
-        watch: for each MoE layer, a function that lets another see its choices from now on, and returns how to end it.
+        watch: for each MoE layer, a function that lets another see its choices from now on, and a clock measure its
+            expert work, and returns how to end it.
         num_experts: E.
         interval: steps between two writings.
         recorder: of rank 0; None on the others.
         group: gloo, for the sums over ranks; None: there is one rank.
         real_tokens: as a host says it.
         optimizer_bytes: bytes that the optimizer keeps for one expert; 0: unknown. Asked once, after the first steps.
-        mark_work: for each MoE layer, a function that lets a clock measure its expert work, and returns how to end it;
-            empty: that is not measured.
         in_training_only: whether forwards in evaluation mode are left out. False: until the first in training mode,
             since then the model is trained, and what is evaluated in between is not its load.
     """
@@ -101,7 +100,7 @@ class Recording:
     def __init__(
         self,
         model: nn.Module,
-        watch: Sequence[Callable[[SeeChoices], Callable[[], None]]],
+        watch: Sequence[Callable[[SeeChoices, ExpertClock], Callable[[], None]]],
         num_experts: int,
         *,
         interval: int,
@@ -111,7 +110,6 @@ class Recording:
         real_tokens: Callable[[int], Tensor | None],
         in_training_only: bool,
         optimizer_bytes: Callable[[], int] = lambda: 0,
-        mark_work: Sequence[Callable[[ExpertClock], Callable[[], None]]] = (),
     ) -> None:
         self._model = model
         self._interval = interval
@@ -128,10 +126,8 @@ class Recording:
         self._closed = False
         self._failed = False
         self._has_stepped = False
-        self._undo = [hook(partial(self._see, layer)) for layer, hook in enumerate(watch)]
         self._expert_clock = ExpertClock(device)
-        if recorder is not None:
-            self._undo += [mark(self._expert_clock) for mark in mark_work]
+        self._undo = [hook(partial(self._see, layer), self._expert_clock) for layer, hook in enumerate(watch)]
 
     def until_closed(self, undo: Callable[[], None]) -> None:
         """Call this at ``close``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from ..hosts.attaching.trial import KINDS
 __all__ = ["Report", "verify", "verify_command"]
 
 SEED = 20250710
-LAST_LINES, _LOOK_SECONDS, _END_SECONDS = 8, 0.2, 30.0  # the first: of a job's output that are shown where it failed
+_LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
 _STARTED = "EPLB_RUNTIME_STARTED_BY_VERIFY"  # in the environment of all that a job starts: where its records are
 _NAMES = {"single": "all experts on each rank", "replicas": "moved homes and replicas"}
 _PENALTY = ": what a rank does with its experts is not plain training (a penalty, scale, mask, norm by hand, `run`?)"
@@ -404,34 +403,25 @@ def verify_command(command: Sequence[str], steps: int = 12) -> Report:
 
 
 def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
-    """One run; its output is copied to stderr, with a line of progress after each step."""
-    folder, shown = Path(trial.folder), 0
+    """One run; its output goes to stderr, with a line of progress after each step."""
+    folder, shown, last_look, ended = Path(trial.folder), 0, float("inf"), False
     environment = {**launcher_environment(), _STARTED: trial.folder}
     set_trial(trial, environment)
-    log = folder / "output.log"
-    with open(log, "wb") as to, open(log, "rb") as output:
-        job = subprocess.Popen(
-            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=to, stderr=to, start_new_session=True
-        )
-        try:
-            ended, last_look = False, float("inf")
-            while not ended:
-                ended = job.poll() is not None or time.monotonic() > last_look
-                sys.stderr.write(output.read().decode(errors="replace"))
-                if (reached := (run := Run.of(folder)).length) > shown:
-                    shown = reached
-                    print(f"verify: {title}: step {shown} of {trial.steps}", file=sys.stderr)
-                if run.meta.get("ended"):  # what started the ranks may wait for what else it has started
-                    last_look = min(last_look, time.monotonic() + _END_SECONDS)
-                time.sleep(0 if ended else _LOOK_SECONDS)
-        finally:
-            end(job, folder)
-    text = log.read_text(errors="replace")
-    own = re.split(r"\n.*torch[./]distributed[./](?:elastic|run\.py)", text)[0].strip() or text  # without torchrun's
-    last = " | ".join(line.strip() for line in own.splitlines()[-LAST_LINES:])
-    run = Run.of(folder)
+    sys.stderr.flush()
+    job = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    try:
+        while not ended:
+            ended = job.poll() is not None or time.monotonic() > last_look
+            if (reached := (run := Run.of(folder)).length) > shown:
+                shown = reached
+                print(f"verify: {title}: step {shown} of {trial.steps}", file=sys.stderr)
+            if run.meta.get("ended"):  # what started the ranks may wait for what else it has started
+                last_look = min(last_look, time.monotonic() + _END_SECONDS)
+            time.sleep(0 if ended else _LOOK_SECONDS)
+    finally:
+        end(job, folder)
     failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
-    return replace(run, failure=f"exit status {job.returncode}: {last}" if failed else "")
+    return replace(run, failure=f"exit status {job.returncode}, its output says why" if failed else "")
 
 
 def started(folder: Path) -> list[int]:

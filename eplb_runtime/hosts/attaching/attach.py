@@ -227,7 +227,7 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
             layers.append(ExpertParallelLayer(index, layer.experts, here, context, real_tokens[id(layer)]))
         watch = layer.watch if made.single and test.has_own_way else None
         if watch is not None and isinstance(layers[-1], ExpertParallelLayer):
-            watch(layers[-1].see)
+            watch(layers[-1].see, clock)
         else:
             layer.install(layers[-1])
     everyone, timeout = job.ranks, config.timeout_seconds

@@ -24,8 +24,9 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states ``[T, D]``, expert ids and router weights ``[T, K]`` -> ``[T, D]``."""
 End = Callable[[], None]
 """Ends what was begun."""
-Watch = Callable[[Callable[[Tensor, int, int], None]], End]
-"""Lets another see the experts chosen in each forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K."""
+Watch = Callable[[Callable[[Tensor, int, int], None], ExpertClock], End]
+"""Lets another see the experts chosen in each forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K, and a
+clock measure the work of experts."""
 recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose load `eplb_runtime.record` is writing down."""
 
@@ -78,7 +79,6 @@ class MoELayer:
     run: Run | None = None
     watch: Watch | None = None
     replaced: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict)  # parameters of before, by name
-    mark_work: Callable[[ExpertClock], End] | None = None  # lets a clock measure the expert work of the own way
     experts_here: int = 0
     ep_size: int = 0
 

@@ -61,27 +61,29 @@ class _Taken:
         return deepcopy(self._own, memo)
 
 
-def take_calls(owner: nn.Module, name: str, run: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in the place of a method; returns how to undo it."""
+def watch_calls(
+    owner: nn.Module,
+    name: str,
+    choices: Callable[[Tensor, Tensor], Tensor],
+    see: Callable[[Tensor, int, int], None],
+    clock: ExpertClock,
+) -> Callable[[], None]:
+    """Show the choices of each call of a method that takes hidden states, ids and weights, and mark its work; returns
+    how to end it."""
     own, had = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, _Taken(own, run))
-    return lambda: setattr(owner, name, own) if had else delattr(owner, name)
-
-
-def mark_calls(owner: nn.Module, name: str, clock: ExpertClock) -> Callable[[], None]:
-    """Mark the calls of a method, whose first argument are the hidden states; returns how to end it."""
-    own = getattr(owner, name)
     bind = inspect.signature(own).bind
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        call = bind(*args, **kwargs)
+        (first, hidden), (_, topk_ids), (_, topk_weights) = call.arguments.items()
+        see(choices(topk_ids, topk_weights), hidden.shape[-1], topk_ids.shape[-1])
         if not (clock.on and owner.training):
             return own(*args, **kwargs)
-        call = bind(*args, **kwargs)
-        first = next(iter(call.arguments))
-        call.arguments[first], began = call_begins(clock, call.arguments[first])
+        call.arguments[first], began = call_begins(clock, hidden)
         return call_ends(began, call.arguments[first], own(*call.args, **call.kwargs))
 
-    return take_calls(owner, name, run)
+    setattr(owner, name, _Taken(own, run))
+    return lambda: setattr(owner, name, own) if had else delattr(owner, name)
 
 
 class _Marked(torch.autograd.Function):

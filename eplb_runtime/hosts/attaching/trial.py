@@ -12,11 +12,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,12 @@ from ...config import BalancerConfig, Trial
 from ...distributed.consensus import gather_bytes, gather_json, gather_rows
 from ...distributed.ranks import Ranks
 from ...moe.experts.optimizer_state import state_of
+from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import has_memory, local
 from ...planner.policies import shuffled
 from ...utils.files import write_file
 from .checks import Checked
 from .description import AttachError
-from .unregistered import holder_of, unregistered
 
 MOVING = ("moved", "replicas")
 """Layouts in which homes move after each step; the other has replicas, too."""
@@ -51,6 +52,10 @@ _WRITTEN = "take parameters from model.parameters() after attach: {} of before i
 _NO_CLIPPING, _NOISE = 1e6, 8
 """Norms that are given to `clip_grad_norm_` to learn of the norm alone; rounding errors of a tensor's mean element that
 are no gradient (of an attention key's bias), and whole steps to Adam."""
+_FRAMEWORKS = ("eplb_runtime.", "torch.distributed.", "torch.autograd.", "megatron.core.", "torchtitan.", "numba.")
+"""Packages that hold buffers and tables of their own, as their objects do."""
+_DEPTH = 6
+"""Containers between a tensor and what has a name."""
 KINDS = ("given", "gradient", "buffer", "optimizer_state", "range", "number", "parameter")
 """Kinds of tensors on record, causes first. ``given``: a gradient ahead of what a loop does to it; ``range`` and
 ``number``: state of which ranks have parts."""
@@ -354,3 +359,89 @@ class TrialRun(LoopHooks):
             elif gradient is not None:
                 rows = zip(self._balancer.logical_expert_ids(layer_of[name]), local(gradient), strict=True)
                 yield from ((f"{name}/grad", "gradient", expert, row) for expert, row in rows)
+
+
+# -- tensors that may be experts and that nobody has registered, and who holds them ------------------------------------
+
+
+def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return tensors with memory of their own that have the shape of this rank's experts, or, as vectors, as many
+    elements as these or the modules that have them.
+
+    Args:
+        owned: further tensors that are registered, or no experts.
+    """
+    gc.collect()
+    gc.unfreeze()  # else what was frozen is not among them
+    held = [one for model in models for tensors in (model.parameters(), model.buffers()) for one in tensors]
+    gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
+    known = {0, *(_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None)}
+    shapes, sizes = {tuple(one.shape) for one in registry.parameters()}, _sizes(models, registry)
+    found = []
+    for value in gc.get_objects():
+        if issubclass(type(value), Tensor):  # isinstance() wakes objects that pretend to be of another class
+            with suppress(Exception):  # there are tensors that cannot even say their shape
+                shape, memory = tuple(value.shape), _memory_of(value)
+                is_vector = len(shape) == 1 and shape[0] in sizes and value.grad_fn is None
+                if memory not in known and (shape in shapes or is_vector):
+                    known.add(memory)
+                    found.append(value)
+    return found
+
+
+def _sizes(models: Sequence[nn.Module], registry: ExpertTensors) -> set[int]:
+    """Return numbers of elements of vectors that may hold experts."""
+    experts, own = list(registry.parameters()), set(map(id, registry.parameters()))
+    together: list[Sequence[Tensor]] = [experts, *([one] for one in experts if one.dim() > 2)]
+    for module in (module for model in models for module in model.modules()):
+        if not own.isdisjoint(map(id, parameters := [*module.parameters()])):
+            together += [parameters, [one for one in parameters if one.requires_grad]]
+    return {sum(local(one).numel() for one in parameters) for parameters in together}
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0: it has none."""
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def holder_of(tensor: Tensor, ours: list[Tensor]) -> str:
+    """Return the variable, object or function that keeps a tensor; empty: a framework's. ``ours`` holds it, too."""
+    variables, level = {id(value): name for name, value in _variables()}, list[Any]([tensor])
+    seen = {id(one) for one in (ours, level, *level)}
+    for _ in range(_DEPTH):
+        if names := [name for one in level if (name := _name_of(one, variables)) is not None]:
+            return max(names, key=bool)
+        above = [one for one in gc.get_referrers(*level) if id(one) not in seen and type(one) is not FrameType]
+        level = list({id(one): one for one in above}.values())
+        seen |= {id(one) for one in (*level, level, above)}
+    return f"a {type(tensor).__name__}"
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the local variables of all running functions, and of the script."""
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            if not f"{inner.f_globals.get('__name__', '')}.".startswith(_FRAMEWORKS):
+                yield from ((f"{name} in {inner.f_code.co_name}()", value) for name, value in inner.f_locals.items())
+            inner = inner.f_back
+    yield from vars(sys.modules["__main__"]).items()
+
+
+def _name_of(value: Any, variables: Mapping[int, str]) -> str | None:
+    """Name what holds others under a name; empty: a framework's; None: it is only a container of what is named."""
+    if id(value) in variables:
+        return f"variable {variables[id(value)]}"
+    if isinstance(value, dict | list | tuple | set | CellType | Tensor):
+        return None
+    kind = type(value)
+    made_in = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or kind.__module__
+    if f"{made_in}.".startswith(_FRAMEWORKS) and not isinstance(value, nn.Module):  # which may be the job's copy of one
+        return ""
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    is_code = isinstance(value, FunctionType | GeneratorType)
+    return f"{kind.__name__} {value.__qualname__}" if is_code else f"an object of {kind.__name__}"

@@ -28,7 +28,7 @@ from ..attaching.description import (
     sums_of_gradients,
     sums_of_results,
 )
-from .layer import QUANTIZE_AGAIN, install, mark_work, watch
+from .layer import QUANTIZE_AGAIN, install, watch
 from .optimizers import adapt, options_of
 from .saved_state import weights
 from .settings import NOT_FOR_REAL, JobSettings, refusals, settings_of, sums_in_order
@@ -80,7 +80,6 @@ def watched(model: nn.Module) -> HostModel:
             module.experts,
             module.config.num_moe_experts,
             watch=partial(watch, module),
-            mark_work=partial(mark_work, module),
             experts_here=module.num_local_experts,
         )
         for name, module in found

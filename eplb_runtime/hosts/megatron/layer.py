@@ -112,9 +112,10 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
     return undo
 
 
-def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], None]:
-    """Show a layer's choices, bool ``[T, E]`` without padding, and change nothing; returns how to end it."""
-    own_route = module.route
+def watch(module: Any, see: Callable[[Tensor, int, int], None], clock: ExpertClock) -> Callable[[], None]:
+    """Show a layer's choices, bool ``[T, E]`` without padding, mark its work, and change nothing; returns how to end
+    it."""
+    own_route, end = module.route, mark_work(module, clock)
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None, *more: Any, **named: Any) -> Any:
         probs, chosen = own_route(hidden_states, padding_mask, *more, **named)
@@ -123,8 +124,12 @@ def watch(module: Any, see: Callable[[Tensor, int, int], None]) -> Callable[[], 
             see(chosen_TE, hidden_states.shape[-1], module.config.moe_router_topk)
         return probs, chosen
 
+    def undo() -> None:
+        del module.route
+        end()
+
     module.route = route
-    return lambda: delattr(module, "route")
+    return undo
 
 
 class RowsInLogicalOrder:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ...moe.layer import ExpertParallelLayer
 from .. import module
 from ..attaching.description import AttachError, End, HostModel, MoELayer, refusing, spread_of
+from ..attaching.expert_spans import watch_calls
 from ..module import MoE
 from . import folders
 from .adapters import AdaptedExperts, experts_of, follow, follows_experts_interface, is_saved_with_adapters
@@ -96,7 +97,7 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts) -> MoE
         install=install,
         by_expert={} if spread is not None else adapted.by_expert,
         run=outer.forward,
-        watch=None if adapted.low_rank else partial(module.watch_calls, outer, "forward"),
+        watch=None if adapted.low_rank else partial(watch_calls, outer, "forward", lambda ids, weights: ids),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from eplb_runtime.hosts.attaching.description import AttachError
+from eplb_runtime.load.clock import ExpertClock
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: pip install '.[megatron]'"
@@ -57,7 +58,6 @@ def installed(**own: Any) -> Any:
     from types import SimpleNamespace
 
     from eplb_runtime.hosts.megatron.layer import install
-    from eplb_runtime.load.clock import ExpertClock
 
     config = SimpleNamespace(
         overlap_moe_expert_parallel_comm=False,
@@ -82,7 +82,7 @@ def test_what_a_newer_megatron_routes_by_besides_reaches_its_router() -> None:
     layer.route = lambda hidden, mask=None, input_ids=None: (input_ids, chosen)
     layer.cudagraph_tensor_store = None
     seen: list[Any] = []
-    watch(layer, lambda *shown: seen.append(shown))
+    watch(layer, lambda *shown: seen.append(shown), ExpertClock())
     assert layer.route(torch.zeros(3, 8), None, "ids") == ("ids", chosen)
     assert seen == [(chosen, 8, 2)]
 

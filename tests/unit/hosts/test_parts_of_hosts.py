@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
 from eplb_runtime.hosts.attaching.checks import _of_device
-from eplb_runtime.hosts.attaching.expert_spans import mark_calls
+from eplb_runtime.hosts.attaching.expert_spans import watch_calls
 from eplb_runtime.hosts.attaching.optimizers import follow_forwards
-from eplb_runtime.hosts.attaching.unregistered import _name_of, holder_of, unregistered
+from eplb_runtime.hosts.attaching.trial import _name_of, holder_of, unregistered
 from eplb_runtime.hosts.transformers.describe import _Padding
 from eplb_runtime.hosts.transformers.folders import _cut_by, _specs
 from eplb_runtime.load import counter as load_counter
@@ -52,7 +52,7 @@ class Experts(nn.Module):
         super().__init__()
         self.clock = clock
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return Slow.apply(hidden_states, self.clock, 1.0, 2.0)
 
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = Slow.apply(x, self.clock, 10.0, 20.0)
-        return x + (self.experts(hidden_states=x) if self.by_name else self.experts(x))
+        return x + (self.experts(x, weights=x, ids=x) if self.by_name else self.experts(x, x, x))
 
 
 def gradient(block: Block, checkpointing: bool = False) -> Tensor:
@@ -85,7 +85,7 @@ def test_a_call_and_its_backward_pass_count_and_nothing_around_them(
     clock = FakeClock()
     block = Block(clock)
     block.by_name = by_name
-    undo = mark_calls(block.experts, "forward", clock)
+    undo = watch_calls(block.experts, "forward", lambda ids, weights: ids, lambda *shown: None, clock)
     assert (copy := deepcopy(block.experts)).forward.__self__ is copy, "it computes with its own weights"
     plain = gradient(block, checkpointing)
     assert clock.take() == (), "off: nothing is recorded"
