@@ -34,8 +34,8 @@ def of_muon(optimizer: str, layer_wise: bool = False, options: Any = (), **stepp
 
 MUONS = {
     "muon": Row(of_muon("muon", **OF_DEEPSEEK)),
-    "layer-wise": Row(of_muon("dist_muon", muon_nesterov=True), saves=True),
-    "layer-wise, laid out as Megatron-LM does": Row(of_muon("muon", True, {"laid_out": True})),
+    "layer-wise": Row(of_muon("dist_muon", options={"num_layers": 3}, muon_nesterov=True), saves=True),
+    "layer-wise, laid out as Megatron-LM does": Row(of_muon("muon", True, {"laid_out": True}), steps=4),
 }
 OWN = {
     "a layer of MTP that is passed twice": Row(
