@@ -246,7 +246,7 @@ class LogicalView:
         if self.balancer is not None:
             ranks, seconds = self.balancer.runtime.job.ranks, self.balancer.config.timeout_seconds
             if cause := barrier(ranks, what, seconds, error, patient=patient):
-                raise CheckpointError(cause)
+                raise CheckpointError(f"{what}: {cause.replace(f'{what}: ', '', 1)}")
         if error is not None:
             raise error
 

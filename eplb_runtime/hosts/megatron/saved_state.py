@@ -47,8 +47,7 @@ def save_by_logical_expert(module: Any, logical_of_slots: Callable[[], Tensor]) 
         prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         state = own(prefix, sharded_offsets, metadata)
-        order = logical_of_slots().tolist()
-        logical = {slot: order[slot] for slot in mine}
+        logical = {slot: expert for slot, expert in enumerate(logical_of_slots().tolist()) if slot in mine}
         if (metadata or {}).get("singleton_local_shards", False):
             return {name: _named(entry, f"{prefix}experts.", logical) for name, entry in state.items()}
         return {name: _placed(entry, len(sharded_offsets), logical) for name, entry in state.items()}
@@ -93,12 +92,11 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
         return {**own_sharded(*args, **kwargs), MARK: LocalNonpersistentObject(experts_here())}
 
     def load_state_dict(state: Mapping[str, Any]) -> None:
-        state = dict(state)
-        theirs = state.pop(MARK, made_with)
+        theirs = state.get(MARK, made_with)
         for layer, here in experts_here().items():
             if theirs.get(layer) != here:
                 raise RuntimeError(refusal("optimizer's state dict", layer, BY_THE_FRAMEWORK))
-        own_load(state)
+        own_load({key: value for key, value in state.items() if key != MARK})
 
     put(leaf, "state_dict", state_dict)
     put(leaf, "sharded_state_dict", sharded_state_dict)
@@ -160,8 +158,7 @@ def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> l
     for own, tensor in _tensors(model):
         name = _global(model, own)
         shared = ".word_embeddings." in name or ".position_embeddings." in name  # the stages of MTP have them, too
-        alone = Weight({name: tensor}, None, {name: TensorSpec.of(tensor)}, Stored((name,)), shared)
-        weight = experts.get(own, alone)
+        weight = experts.get(own, Weight({name: tensor}, None, {name: TensorSpec.of(tensor)}, Stored((name,)), shared))
         found[id(weight)] = weight
     return list(found.values())
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.state import JointAccess, LogicalView, whole_on_cpu
+from ...checkpoint.state import JointAccess, LogicalView
+from ...checkpoint.stream import brought, weights_of
 from ..attaching.description import AttachError, MoELayer, refusing, spread_of
 
 MERGE = (
@@ -194,11 +195,13 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
         joint = JointAccess.of(view)
         live = saver.state_dict(keep_vars=True)
         state = {key: value.detach() if isinstance(value, Tensor) else value for key, value in live.items()}
-        for entry in view.entries("model"):
-            if entry.name in kinds:
-                state[entry.name.removeprefix(prefix)] = OF_PEFT[kinds[entry.name]](whole_on_cpu(view, entry))
+        assert view.balancer is not None
+        weights, failed = weights_of(model, 0), f"{save_directory} was not written"
+        weights = [weight for weight in weights if kinds.keys() & weight.sources.keys()]
+        for name, stack in brought(view.balancer, weights, joint, failed):
+            state[name.removeprefix(prefix)] = OF_PEFT[kinds[name]](stack.cpu())
         write = partial(own, save_directory, *arguments, is_main_process=True, state_dict=state, **options)
-        joint.on_first(f"{save_directory} was not written", write)
+        joint.on_first(failed, write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
         """Load as the library does, into the parameters that are there."""
