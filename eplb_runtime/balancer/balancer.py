@@ -205,16 +205,35 @@ class Balancer:
         these, one or more micro-batches each. The next decision plans for it instead of a forecast, and only that one.
         Ranks' declarations are added up, and only proportions matter. Not collective: all that counts is declared
         before the same step. Another call replaces it.
-        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, or closed)."""
+        Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, closed, or after `plan_ahead`)."""
         if self.closed or self.config.policy == "static":
             why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
             raise RuntimeError(f"declare() has no effect: {why}")
+        if self.rebalancer.has_planned_ahead:
+            raise RuntimeError("declare() after plan_ahead(), which has planned already: call declare() first")
         sizes = self.placement.num_layers, self.placement.num_experts
         self.rebalancer.declared = checked_declaration(load, *sizes)
 
+    def plan_ahead(self) -> None:
+        """Begin the decision that the next `rebalance()` acts on, on a thread, and return at once. It takes what was
+        declared and counted so far. Collective, between steps, with ``interval=None``; also while suspended, when
+        nothing moves.
+        Raises RuntimeError: decisions are periodic or static, one was begun already, a rank did not come; or as
+        `rebalance`."""
+        self._enter("plan_ahead()")
+        if self.config.interval is not None or self.config.policy == "static":
+            raise RuntimeError("plan_ahead() is for interval=None and a policy that moves experts")
+        if self.rebalancer.has_planned_ahead:
+            raise RuntimeError("plan_ahead() was called before: rebalance() acts on that decision first")
+        self.runtime.barrier("plan_ahead()")
+        if not self.loop.has_optimizer:
+            self.runtime.counter.advance()
+        self.rebalancer.plan_ahead()
+
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; periodic decisions go on.
-        Collective, between steps; it waits for the plan. Returns whether experts moved.
+        Collective, between steps; it waits for the plan, or the rest of it after `plan_ahead`. Returns whether experts
+        moved.
         Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
         """
         self._enter("rebalance()")
@@ -243,10 +262,13 @@ class Balancer:
         self.optimizer_hooks.follow()
         self.gradients.reduce()
 
-    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None) -> Tensor:
-        """Clip by the 2-norm over the whole model, each logical expert counted once, as torch's function of that name.
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
         Collective. ``parameters``: clip these alone, by their own norm over all experts of those that have experts (a
-        layer, say); the same on every rank. Returns the norm before, a scalar, equal on every rank.
+        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``. Returns the norm before, a
+        scalar, equal on every rank.
         Raises ValueError: one of them is no parameter of the model, or they are some of a layer's experts alone;
         RuntimeError: the framework's own optimizer clips."""
         if self.tensors.host_steps:
@@ -256,7 +278,7 @@ class Balancer:
             )
         with phase("clip"):
             self.optimizer_hooks.follow()
-            return self.gradients.clip(max_norm, parameters)
+            return self.gradients.clip(max_norm, parameters, norm_type)
 
     def step(self) -> None:
         """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.

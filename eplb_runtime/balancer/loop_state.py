@@ -46,6 +46,7 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "logical_order()": (Wrong.SUSPENDED, *_MOVES),
     "suspend()": _MOVES,
     "resume()": (),
+    "plan_ahead()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_LOGICAL_ORDER),
     "at_once()": (Wrong.CLOSED,),
     "gather_experts()": (Wrong.IN_SCHEDULE,),
 }

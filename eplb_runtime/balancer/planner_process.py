@@ -1,19 +1,22 @@
 """Plans in a child of rank 0, where neither numba's compiler nor a search holds the interpreter that trains.
 
 The child imports no torch. It compiles the planner, or reads compiled code from the disk, and then answers questions
-over a pair of sockets, which no other process has: nothing foreign is ever unpickled.
+over a pair of sockets: a line of JSON, and arrays in NumPy's format.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +28,7 @@ from numpy.typing import NDArray
 
 from ..moe.routing.water_filling import SplitTables, split_for_rank, split_totals
 from ..placement import Placement
-from ..planner import Plan, plan
+from ..planner import CostModel, Plan, plan
 from ..planner.evaluate import has_no_copies
 from ..topology import Topology
 from ..utils.jit import note_compiled
@@ -35,6 +38,8 @@ _say_once = cache(logger.info)
 
 SECONDS = 5.0
 """Period in which a child looks whether its parent lives; the longest wait for a child that was killed."""
+
+_VALUES: dict[str, Any] = {"Placement": Placement.from_json, "Topology": Topology, "CostModel": CostModel}
 
 
 class PlannerLost(RuntimeError):
@@ -75,17 +80,17 @@ class PlannerProcess:
                 _say_once("the planner is being compiled: until it is ready, homes alone move, by DeepSeek's rule")
                 return _homes_alone(load, topology, **terms)
             try:
-                self._connection.send((load, topology, terms))
+                self._connection.send_bytes(encode({"load": load, "topology": topology, **terms}))
                 if not self._connection.poll(self._seconds):
                     raise BlockingIOError
-                made: Plan | str = self._connection.recv()
+                answer = decode(self._connection.recv_bytes())
             except (OSError, EOFError) as error:
                 why, late = self._end(), isinstance(error, BlockingIOError)
                 self._begin()
                 raise PlannerLost(f"the planner took longer than {self._seconds:g} s" if late else why) from None
-        if isinstance(made, str):
-            raise RuntimeError(made)
-        return made
+        if "failure" in answer:
+            raise RuntimeError(answer["failure"])
+        return Plan(**answer)
 
     def is_ready(self, seconds: float) -> bool:
         """Return whether the child plans, at the latest after so many seconds."""
@@ -155,6 +160,35 @@ def _homes_alone(load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
     return replace(made, reason=reason, code="compiling" if stays else made.code)
 
 
+def encode(values: Mapping[str, Any]) -> bytes:
+    """Return named values as a message."""
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    plain = {name: _plain(value) for name, value in values.items() if name not in arrays}
+    buffer = io.BytesIO()
+    buffer.write(json.dumps([plain, list(arrays)]).encode() + b"\n")
+    for array in arrays.values():
+        np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
+
+
+def decode(message: bytes) -> dict[str, Any]:
+    """Return the values that `encode` was given."""
+    buffer = io.BytesIO(message)
+    plain, names = json.loads(buffer.readline())
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            ((kind, content),) = value.items()
+            plain[name] = _VALUES[kind](**content)
+    return plain | {name: np.load(buffer, allow_pickle=False) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value).__name__
+    if isinstance(value, Placement):
+        return {kind: {"text": value.to_json()}}
+    return {kind: asdict(value)} if kind in _VALUES else value
+
+
 def compile_planner() -> None:
     """Plan and split toy problems, which compiles all that planning and batches with replicas run."""
     load = np.arange(1.0, 17.0).reshape(2, 8)
@@ -177,12 +211,13 @@ def main() -> None:
     connection.send_bytes(b"ready")
     while os.getppid() == parent:
         if connection.poll(SECONDS):
-            load, topology, terms = connection.recv()
+            question = decode(connection.recv_bytes())
             try:
-                made: Plan | str = plan(load, topology, **terms)
+                made = plan(question.pop("load"), question.pop("topology"), **question)
+                answer = {field.name: getattr(made, field.name) for field in fields(made)}
             except Exception as error:
-                made = f"{type(error).__name__}: {error}"
-            connection.send(made)
+                answer = {"failure": f"{type(error).__name__}: {error}"}
+            connection.send_bytes(encode(answer))
 
 
 if __name__ == "__main__":

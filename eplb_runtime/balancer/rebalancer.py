@@ -1,14 +1,16 @@
 """Takes one job from a measured load to a new placement: a worker decides, and all ranks migrate at a step's boundary.
 
 One decision at a time: at step ``n * interval`` the measured load goes to a worker thread (`decision.py`), and ``lag``
-steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.rebalance_now` alone. A
-failure drops the rebalance, with an event and a warning, and training goes on with the old placement.
+steps later every rank acts on the decision. Without an interval that happens in `Rebalancer.rebalance_now` alone, on a
+decision that `Rebalancer.plan_ahead` may have begun. A failure drops the rebalance, with an event and a warning, and
+training goes on with the old placement.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
@@ -57,15 +59,19 @@ T = TypeVar("T")
 logger = logging.getLogger("eplb_runtime")
 
 Layers = tuple[int, ...]
+AHEAD = sys.maxsize
+"""Step of a decision that was begun ahead: no boundary acts on it, `Rebalancer.rebalance_now` alone."""
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record."""
+    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
+    the load that this rank declared for it."""
 
     due_step: int
     key: str
     decision: Future[Decision]
+    declared: NDArray[np.float64] | None
 
 
 class Rebalancer(LoopHooks):
@@ -94,7 +100,7 @@ class Rebalancer(LoopHooks):
         self._moved_L = np.zeros(runtime.placement.num_layers, dtype=bool)
         self.quiesced = 0
         self.declared: NDArray[np.float64] | None = None
-        self._attempts = self._boundaries = self._next_sampled = 0
+        self._attempts = self._boundaries = self._next_sampled = self._known_home_bytes = 0
         self._pending: _Pending | None = None
         self._committed_layers: set[int] = set()
         self._pause_seconds, self._last_cause = 0.0, ""
@@ -233,6 +239,16 @@ class Rebalancer(LoopHooks):
             self._after_move()
         return moved
 
+    def plan_ahead(self) -> None:
+        """Begin the decision that `rebalance_now` acts on, and do not wait for it. On every rank, between steps."""
+        self.control.require("plan_ahead()")
+        self._pending = replace(self._decide(0), due_step=AHEAD)
+
+    @property
+    def has_planned_ahead(self) -> bool:
+        """Return whether a decision was begun that `rebalance_now` has not acted on yet."""
+        return self._pending is not None and self._pending.due_step == AHEAD
+
     @property
     def staging(self) -> list[Tensor]:
         """Memory of experts in flight."""
@@ -242,6 +258,7 @@ class Rebalancer(LoopHooks):
         """Free memory for experts in flight, which the next migration takes again; none are. A decision in flight is
         made first. Returns the bytes."""
         self.wait_for_decision()
+        self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.executor.free_memory()
 
     def wait_for_decision(self) -> None:
@@ -294,9 +311,11 @@ class Rebalancer(LoopHooks):
 
     def cancel_pending(self) -> None:
         """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
-        never will."""
+        never will. What was declared for a decision that was begun ahead is for the next one."""
         self.drain()
         self.wait_for_decision()
+        if self._pending is not None and self.has_planned_ahead:
+            self.declared = self._pending.declared
         self._pending = None
 
     def close(self) -> None:
@@ -329,7 +348,8 @@ class Rebalancer(LoopHooks):
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, lag: int) -> _Pending:
-        steps = self._counter.open_steps
+        steps, suspended = self._counter.open_steps, self._loop.suspended  # weights may have no memory then
+        self._known_home_bytes = self._known_home_bytes if suspended else self._home_bytes()
         measurement = Measurement(
             buckets=HostCopy(self._counter.take()),
             steps=steps,
@@ -337,19 +357,19 @@ class Rebalancer(LoopHooks):
             earlier=tuple(self._earlier),
             step_seconds=self.clock.step_seconds,
             stall_seconds=self.clock.stall_seconds,
-            home_bytes=self._home_bytes(),
+            home_bytes=self._known_home_bytes,
             token_bytes=self._counter.token_bytes,
             sampled_steps=self._expert_clock.take(),
-            sample=self.guard.sample(),
+            sample=None if suspended else self.guard.sample(),
             declared=self.declared,
         )
         if measurement.sampled_steps:
             self._next_sampled = self.step + REST_STEPS
         self._earlier.clear()
-        self.declared = None
+        declared, self.declared = self.declared, None
         key = self._new_key("decision")
         work = partial(decide, measurement, self.decisions, self.guard, key, self._at_point)
-        return _Pending(self.step + lag, key, self.control.submit(work))
+        return _Pending(self.step + lag, key, self.control.submit(work), declared)
 
     def _home_bytes(self) -> int:
         """Bytes of the largest home expert; 0 where an optimizer has state that cannot move: a migration says so."""

@@ -6,10 +6,10 @@ MaxVio as in the paper on balancing without an auxiliary loss, balancedness as s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ from numpy.typing import NDArray
 from ..load.clock import Progress
 from ..utils.text import counted
 from .run_state import LINKS, RunState
-
-if TYPE_CHECKING:
-    from ..balancer.balancer import Balancer
 
 PREFIX = "eplb_"
 NOT_INSTALLED = "prometheus_client is not installed on rank 0: pip install 'eplb-runtime[metrics]'"
@@ -62,13 +59,6 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
 def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
     """Return the metrics without a layer or rank, for trackers: ``imbalance/measured/mean`` and so on."""
     return _flat(metrics_of(state, progress, 0.0))
-
-
-def track(balancer: Balancer, log: Callable[[int, Mapping[str, float]], object]) -> None:
-    """Call ``log(step, {"imbalance/measured/mean": 1.2, ...})`` after each decision from now on, on a thread of its
-    own. One that raises is warned of and called again. On other ranks than the first it does nothing."""
-    if balancer.shown is not None:
-        balancer.shown.track(log)
 
 
 def balance_of(state: RunState) -> dict[str, float]:

@@ -3,6 +3,7 @@ each contribution to a gradient is reduced once, replicas and slices of experts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -159,6 +160,9 @@ def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks(lay
         assert expected in said and "\n" not in said
 
 
+NORMS = (1, 2, 3.0, math.inf)
+
+
 class Gained(nn.Module):
     """Experts with a parameter of one number each."""
 
@@ -195,10 +199,11 @@ def gained(rank: int) -> list[float]:
     balancer = eplb.attach(model, optimizer, layers=[layer], config=config)
     model.train()
     gained_loss(model, rank).backward()
-    found = [balancer.clip_grad_norm_(1e9).item(), balancer.clip_grad_norm_(0.01, model.experts.gain).item()]
+    found = [balancer.clip_grad_norm_(1e9, None, p).item() for p in NORMS]
+    found += [balancer.clip_grad_norm_(0.01, model.experts.gain).item()]
     with pytest.raises(ValueError, match="is no parameter of the attached model"):
         balancer.clip_grad_norm_(1.0, [torch.zeros(3)])
-    found += [balancer.clip_grad_norm_(0.5).item()]
+    found += [balancer.clip_grad_norm_(0.5, norm_type=p).item() for p in NORMS]
     optimizer.step()
     balancer.close()
     return found
@@ -214,7 +219,8 @@ def test_experts_of_one_number_are_clipped() -> None:
     model = Gained()
     (sum(gained_loss(model, rank) for rank in range(2)) / 2).backward()
     clip = nn.utils.clip_grad_norm_
-    expected = [clip(model.parameters(), 1e9), clip(model.experts.gain, 0.01), clip(model.parameters(), 0.5)]
+    expected = [clip(model.parameters(), 1e9, p) for p in NORMS] + [clip(model.experts.gain, 0.01)]
+    expected += [clip(model.parameters(), 0.5, p) for p in NORMS]
     for found in run_ranks(2, gained):
         assert found == pytest.approx([norm.item() for norm in expected], rel=1e-9)
 

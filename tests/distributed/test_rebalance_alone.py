@@ -1,8 +1,11 @@
-"""Without an interval, decisions come from rebalance() alone: rollouts and training in turn, saved and resumed."""
+"""Without an interval, decisions come from rebalance() alone: rollouts and training in turn, saved and resumed. A
+decision may be begun ahead of it and made beside what the job does: a rollout, in which all memory is freed, or a
+training step."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 from support.job import Job, Run
 from support.moe_models import batch_of
 from support.ranks import run_ranks
-from support.seen import heard, same
+from support.seen import heard, said_by, same
+from support.shuffle import plan_by, wait_until_compiled
+from test_rollout_phases import Phases
 
 import eplb_runtime as eplb
 from eplb_runtime.events import LoadMeasured, RebalanceAborted, RebalanceCommitted, RebalancePlanned
@@ -133,3 +138,127 @@ def test_each_call_decides_and_a_resumed_job_goes_on_with_the_load_and_the_gap_t
         assert "decisions by rebalance() alone" in whole["table"]
         assert whole["moved"] > 0 and not whole["dropped"] and not seen["warnings"]
         assert len(seen["interval"][0]["history"]) > 4 and seen["elsewhere"] == 0
+
+
+# -- A decision that is begun ahead of rebalance() ---------------------------------------------------------------------
+
+
+ROUNDS = 3
+
+
+def watched(loop: Loop) -> tuple[threading.Event, list[int]]:
+    """The planner of rank 0 waits for the event that is returned first; bytes of an expert in each decision."""
+    go_on, decisions = threading.Event(), loop.balancer.rebalancer.decisions
+    planner, add_up, nbytes = decisions.planner, decisions.add_up, []
+
+    def plans(*arguments: Any, **options: Any) -> eplb.Plan:
+        assert go_on.wait(60)
+        return planner(*arguments, **options)
+
+    def adds_up(measurement: Any, *arguments: Any) -> Any:
+        nbytes.append(measurement.home_bytes)
+        return add_up(measurement, *arguments)
+
+    decisions.planner, decisions.add_up = plans, adds_up  # type: ignore[method-assign]
+    return go_on, nbytes
+
+
+def rounds(rank: int, ahead: bool) -> dict[str, Any]:
+    loop = Loop(rank)
+    balancer, digests = loop.balancer, []
+    wait_until_compiled(balancer)
+    go_on, nbytes = watched(loop)
+    for number in range(ROUNDS):
+        balancer.suspend()
+        phases = Phases(loop.model, loop.optimizer, "data") if number else None  # there is no state before a step
+        if phases is not None:
+            phases.free()
+        balancer.declare(loop.replayed(number))
+        go_on.clear()
+        before = balancer.placement.digest()
+        if ahead:
+            balancer.plan_ahead()
+        assert balancer.placement.digest() == before
+        go_on.set()
+        if phases is not None:
+            phases.load()
+        balancer.resume()
+        balancer.rebalance()
+        digests.append(balancer.placement.digest())
+        loop.train(2)
+    return {"digests": digests, "bytes": nbytes, **loop.seen()}
+
+
+def fails(*arguments: Any, **options: Any) -> eplb.Plan:
+    raise ValueError("no plan")
+
+
+def beside_a_step(rank: int) -> dict[str, Any]:
+    """Decisions beside a step, across an export in logical order, and dropped by a planner that fails."""
+    loop = Loop(rank, timeout_seconds=20)
+    balancer, found = loop.balancer, {}
+    wait_until_compiled(balancer)
+
+    def begin(number: int) -> None:
+        balancer.declare(loop.replayed(number))
+        balancer.plan_ahead()
+
+    loop.train(1)
+    begin(0)
+    found["again"] = said_by(balancer.plan_ahead)
+    found["declare"] = said_by(lambda: balancer.declare(loop.replayed(1)))
+    before = balancer.placement.digest()
+    loop.train(2)
+    found["no boundary moves"] = balancer.placement.digest() == before
+    found["moves"] = [balancer.rebalance()]
+    begin(1)
+    with balancer.logical_order():
+        found["inside"] = said_by(balancer.plan_ahead)
+    found["moves"].append(balancer.rebalance())
+    planner = balancer.rebalancer.decisions.planner
+    plan_by(balancer, fails)
+    begin(0)
+    found["moves"].append(balancer.rebalance())
+    plan_by(balancer, planner)
+    balancer.declare(loop.replayed(0))
+    found["moves"].append(balancer.rebalance())
+    loop.train(1)
+    begin(1)
+    balancer.load_state_dict(balancer.state_dict())
+    declared = balancer.rebalancer.declared
+    found["declared still"] = declared is not None and len(declared) == len(loop.replayed(1))
+    balancer.plan_ahead()
+    balancer.close()  # with a decision in flight
+    found["closed"] = said_by(balancer.plan_ahead)
+    return found
+
+
+def all_ahead(rank: int) -> dict[str, Any]:
+    static = Loop(rank, policy="static")
+    static.train(2 * ROUNDS)
+    ahead = {"static": static.seen(), "ahead": rounds(rank, True), "at once": rounds(rank, False)}
+    return {**ahead, "beside": beside_a_step(rank)}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(RANKS, all_ahead)
+
+
+def test_what_is_planned_during_a_rollout_is_what_rebalance_would_have_planned(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        ahead, at_once, static = found["ahead"], found["at once"], found["static"]
+        assert ahead["digests"] == at_once["digests"] and len(set(ahead["digests"])) == ROUNDS
+        assert ahead["moved"] == at_once["moved"] > 0 and not ahead["dropped"]
+        assert ahead["losses"] == at_once["losses"] == static["losses"] and same(static["state"], ahead["state"])
+        assert ahead["bytes"][1:] == at_once["bytes"][1:], "an expert has its bytes of when its state is loaded"
+        assert 0 < at_once["bytes"][0] < at_once["bytes"][1], "control: state counts"
+
+
+def test_rebalance_alone_acts_on_it(results: list[dict[str, Any]]) -> None:
+    for found in (of_rank["beside"] for of_rank in results):
+        assert found["no boundary moves"] and found["moves"] == [True, True, False, True]
+        assert found["again"] == "plan_ahead() was called before: rebalance() acts on that decision first"
+        assert "declare() after plan_ahead()" in found["declare"] and "inside logical_order()" in found["inside"]
+        assert "plan_ahead() after close()" in found["closed"]
+        assert found["declared still"], "after load_state_dict(), which dropped the decision for it"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,20 @@ Gradient = Tensor | Sequence[Tensor | None] | RangesOfSlots
 """Gradients of all experts of a layer that are here, for one of their tensors; empty: there are none."""
 
 
-def squares_of_experts(
+def powers_of_experts(
     gradients: Sequence[tuple[int, Gradient]],
     logical_of_rows_LH: Tensor,
     num_experts: int,
     groups: ProcessGroups,
     slices: dist.ProcessGroup | None,
+    norm_type: float,
 ) -> list[Tensor]:
-    """Return the squared norm of each expert parameter's gradient over all its experts: float64 scalars, equal on every
-    rank. ``gradients``: ``(layer, gradient)`` of this rank's homes, or its slices (over ``slices``) or ranges of them,
-    on every rank of ``groups.rows`` for the same parameters; ``logical_of_rows_LH``: the logical expert of each row."""
+    """Return `_power` of the norm of each expert parameter's gradient over all its experts: float64 scalars, equal on
+    every rank. ``gradients``: ``(layer, gradient)`` of this rank's homes, or its slices (over ``slices``) or ranges of
+    them, on every rank of ``groups.rows`` for the same parameters; ``logical_of_rows_LH``: the logical expert of each
+    row."""
     device = logical_of_rows_LH.device
-    squares_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
+    powers_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
     divided = [gradient for _, gradient in gradients if isinstance(gradient, RangesOfSlots)]
     of_divided: Iterator[Tensor] = iter(())
     if divided:
@@ -60,50 +63,64 @@ def squares_of_experts(
         of_divided = iter(squares_of_slots(divided, place, groups.expert_data, device))
     for index, (layer, gradient) in enumerate(gradients):
         if isinstance(gradient, RangesOfSlots):
-            squares_NE[index, logical_of_rows_LH[layer]] = next(of_divided)
-        elif isinstance(gradient, Tensor) and len(gradient):
-            rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.unsqueeze(1)
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-            squares_NE[index, logical_of_rows_LH[layer]] = norms.square()
+            powers_NE[index, logical_of_rows_LH[layer]] = next(of_divided)
         elif len(gradient):
-            norms_H = [squares_NE.new_zeros(()) if row is None else _norm(row) for row in gradient]
-            squares_NE[index, logical_of_rows_LH[layer]] = torch.stack(norms_H).square()
+            norms = _norms_of_rows(gradient, powers_NE, norm_type)
+            powers_NE[index, logical_of_rows_LH[layer]] = _power(norms, norm_type)
     if slices is not None:
-        parts = [torch.empty_like(squares_NE) for _ in range(slices.size())]
-        dist.all_gather(parts, squares_NE, group=slices)
-        squares_NE = torch.stack(parts).sum(dim=0)
+        parts = [torch.empty_like(powers_NE) for _ in range(slices.size())]
+        dist.all_gather(parts, powers_NE, group=slices)
+        powers_NE = combined(torch.stack(parts), norm_type)
     # Every entry is zero on all of these ranks but one: the sum is exact in any order.
-    dist.all_reduce(squares_NE, group=groups.rows)
-    return list(squares_NE.T.sum(dim=0))
+    dist.all_reduce(powers_NE, group=groups.rows)
+    return list(combined(powers_NE.T, norm_type))
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient, dtype=torch.float64)
+def combined(powers: Tensor, norm_type: float) -> Tensor:
+    """Powers of norms ``[N, ...]`` of parts -> of the whole ``[...]``; a NaN stays one."""
+    return powers.amax(dim=0) if math.isinf(norm_type) else powers.sum(dim=0)
 
 
-def squares_of_dense(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Squared norm of each gradient that is equal on every rank, and one of all DTensors of each mesh."""
+def _power(norm: Tensor, norm_type: float) -> Tensor:
+    """Return what `combined` takes of a norm."""
+    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+
+
+def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor, norm_type: float) -> Tensor:
+    """float64 ``[E/R]``."""
+    if isinstance(gradient, Tensor):
+        rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.unsqueeze(1)
+        return torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float64)
+    norm = partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.float64)
+    return torch.stack([like.new_zeros(()) if g is None else norm(g) for g in gradient])
+
+
+def powers_of_dense(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Power of the norm of each gradient that is equal on every rank, and one of all DTensors of each mesh."""
     gradients = [g.abs() if g.is_complex() else g for g in gradients]
-    norms = [_norm(gradient) for gradient in gradients if not isinstance(gradient, DTensor)]
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if not isinstance(g, DTensor)
+    ]
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)):
         of_mesh = [gradient for gradient in gradients if isinstance(gradient, DTensor) and gradient.device_mesh == mesh]
-        norm = torch.nn.utils.get_total_norm(of_mesh)
+        norm = torch.nn.utils.get_total_norm(of_mesh, norm_type)
         norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).double())
-    return [norm.square() for norm in norms]
+    return [_power(norm, norm_type) for norm in norms]
 
 
-def over_stages(squares: Sequence[Tensor], groups: ProcessGroups, device: torch.device) -> Tensor:
-    """Squared norms of a stage's gradients -> a scalar for all pipeline stages, equal bit for bit on every rank."""
+def over_stages(powers: Sequence[Tensor], groups: ProcessGroups, device: torch.device, norm_type: float) -> Tensor:
+    """Powers of norms of a stage's gradients -> a scalar for all pipeline stages, equal bit for bit on every rank."""
     job = groups.job
-    of_stage = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *squares]).sum(dim=0)
+    of_stage = combined(torch.stack([torch.zeros((), dtype=torch.float64, device=device), *powers]), norm_type)
     if len(job.stage_sets) == 1:
         return of_stage
     of_stages = of_stage.new_zeros(len(job.stage_sets))
-    # Ranks that hold the same stages have the same number: one of them gives it, so the sum is exact in any order.
+    # Ranks that hold the same stages have the same number: one of them gives it, so the sum is exact in any order. The
+    # largest would be too, but for a NaN, which no comparison finds.
     if job.rank == job.data_ranks[0]:
         of_stages[job.stage_sets.index(job.stages)] = of_stage
     dist.all_reduce(of_stages, group=groups.everyone)
-    return of_stages.sum(dim=0)
+    return combined(of_stages, norm_type)
 
 
 @torch.no_grad()

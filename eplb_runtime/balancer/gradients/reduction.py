@@ -11,6 +11,7 @@ came since. So a loop may look at gradients as often as it likes, go on adding t
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from ...moe.experts.slices import is_sliced, local
 from ...utils.spans import phase
 from ..loop_state import LoopHooks, LoopState
 from ..runtime import Runtime
-from .norm import Gradient, RangesOfSlots, over_stages, squares_of_dense, squares_of_experts
+from .norm import Gradient, RangesOfSlots, over_stages, powers_of_dense, powers_of_experts
 
 BUCKET_BYTES = 32 << 20
 """Size up to which gradients of one dtype travel together."""
@@ -132,8 +133,10 @@ class Gradients(LoopHooks):
         self._first = self._new = False
 
     @torch.no_grad()
-    def clip(self, max_norm: float, parameters: Iterable[Tensor] | None) -> Tensor:
+    def clip(self, max_norm: float, parameters: Iterable[Tensor] | None, norm_type: float) -> Tensor:
         """`Balancer.clip_grad_norm_`; the norm is float64."""
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type}: give a number above 0, or math.inf")
         chosen = None if parameters is None else self._chosen(parameters)
         self.reduce()
 
@@ -142,8 +145,9 @@ class Gradients(LoopHooks):
 
         experts = [g for p in self._registry.parameters() if (g := gradient_of(p)) is not None]
         dense = [g for p in self._dense_parameters.values() if (g := gradient_of(p)) is not None]
-        squares = [*self._squares_of_experts(gradient_of), *squares_of_dense(dense)]
-        norm = over_stages(squares, self._groups, self._device).sqrt()
+        powers = [*self._powers_of_experts(gradient_of, norm_type), *powers_of_dense(dense, norm_type)]
+        norm = over_stages(powers, self._groups, self._device, norm_type)
+        norm = norm if math.isinf(norm_type) else norm.pow(1 / norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in [*experts, *dense]:
             local(gradient).mul_(scale.to(gradient.dtype))
@@ -170,9 +174,9 @@ class Gradients(LoopHooks):
     def square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
         """Return the squared norm over all experts of the model, for a host that clips by itself: a float64 scalar,
         equal on every rank and for every placement. Collective."""
-        return over_stages(self._squares_of_experts(gradient_of), self._groups, self._device)
+        return over_stages(self._powers_of_experts(gradient_of, 2.0), self._groups, self._device, 2.0)
 
-    def _squares_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
+    def _powers_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None], norm_type: float) -> list[Tensor]:
         gradients: list[tuple[int, Gradient]] = []
         for layer in self._registry.layers:
             for parameter in self._registry.by_expert(layer):
@@ -190,7 +194,7 @@ class Gradients(LoopHooks):
         # The logical expert of each row here; of divided rows [L, E/(R D)].
         rows_LH = self._runtime.maps.table.logical_of_rows(job.ep_rank).unflatten(1, (job.dp_shard_degree, -1))
         rows_LH = rows_LH[:, job.row_rank % job.dp_shard_degree]
-        return squares_of_experts(gradients, rows_LH, num_experts, self._groups, slices)
+        return powers_of_experts(gradients, rows_LH, num_experts, self._groups, slices, norm_type)
 
 
 def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:

@@ -141,7 +141,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: A
         said.append("decided")
 
     decision: Future[Any] = bare.control.worker.submit(decide)
-    bare._pending = pending = _Pending(1, "key", decision)
+    bare._pending = pending = _Pending(1, "key", decision, None)
     bare._new_key = lambda _: goes_on.set()  # as late as can be
     bare._engine, bare._get_ready = SimpleNamespace(migrate=lambda *_: said.append("migrated")), None
     bare._take_over, bare._maps, bare._after_move = lambda _: None, SimpleNamespace(replicas=None), lambda: None
