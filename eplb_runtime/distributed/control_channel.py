@@ -10,7 +10,7 @@ store under ``connections/N/``, N the attempt. A rank whose connections are whol
    that train together are at most one boundary apart, so all read it before they come there.
 3. There all ranks meet in ``go``, make the groups and the transport, and meet in ``hold``: all use them, or none does.
 
-After an attempt in vain the next one begins. After `MOST_TRIES` the balancer stays off with one warning.
+An attempt in vain, or whose boundary has passed, is followed by the next; after `MOST_TRIES` a warning says so.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ControlChannel:
     def _step_of_meeting(self, boundary: int) -> int | None:
         """Return the boundary at which all ranks meet; None: not all are known to have lost their connections."""
         store = self._groups.store
-        while store.word_of(self._key("hold")):
+        while store.word_of(self._key("hold")) or int(store.word_of(self._key("step")) or boundary) < boundary:
             self._attempt += 1
         if joins := self._here != self._attempt:
             self.tries += 1

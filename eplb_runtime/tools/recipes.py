@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, str] = {
 GRAPHS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 OF_THE_MODEL = Unknown("of the model's own config")
 BY_FLAGS = {EXPERTS: OF_THE_MODEL, "optimizer_offload_fraction": 1.0}
-RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall"}
+RL = {"use_distributed_optimizer": True, "moe_token_dispatcher_type": "alltoall", "bf16": True}
 BY_VERL = {**RL, **dict.fromkeys((EXPERTS, "moe_router_topk", "moe_permute_fusion"), OF_THE_MODEL)}
 """Defaults of Megatron-LM's flags, of slime and verl, and of verl, where those of Megatron's configs are others."""
 _FLAG = re.compile(r"--([a-zA-Z][^=]*)(?:=(.*))?", re.DOTALL)
@@ -144,11 +144,16 @@ def _of_script(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     ranks = said.get("actor_num_gpus_per_node") or said.get("n_gpus_per_node") or said.get("nproc_per_node") or [None]
     are_known = isinstance(nodes[0], int) and isinstance(ranks[0], int)
     options["world_size"] = nodes[0] * ranks[0] if are_known else Unknown("ranks of the job")
+    if "fp16" in said:
+        options.setdefault("bf16", False)
     if not is_slime and not is_verl:
         way = (said.get("ckpt_format") or ["torch_dist"])[0]
         by_name = "no_save_optim" in said or (way == "torch_dist" and "dist_ckpt_optim_fully_reshardable" in said)
         by_place = "save" in said and way in ("torch", "torch_dist") and not by_name
         options["saves_by_place"] = by_place and next(iter(said["save"]), True)
+    if options.get("optimizer") in megatron.MUON and options.get("use_distributed_optimizer", is_slime) is True:
+        # Megatron-LM's arguments take it for the layer-wise one, and nothing else is distributed then.
+        options |= {"optimizer": megatron.LAYER_WISE, "use_distributed_optimizer": False}
     return options, BY_VERL if is_verl else {**BY_FLAGS, **RL} if is_slime else BY_FLAGS
 
 

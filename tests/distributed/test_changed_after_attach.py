@@ -39,8 +39,9 @@ def batches(rank: int, step: int) -> Tensor:
 
 def attached(make: Any = AdamW, **options: Any) -> Run:
     job = Job(optimizer=make, batches=batches, planner=eplb.plan, settings={**SETTINGS, **options})
-    run = Run(dist.get_rank(), job).attach()
-    OPEN.append(run.balancer)
+    run = Run(dist.get_rank(), job)  # a hook on its steps that is older than attach evaluates
+    run.optimizer.register_step_post_hook(lambda *_: torch.no_grad()(run.model)(input_ids=batches(run.rank, 0)))
+    OPEN.append(run.attach().balancer)
     return run
 
 
@@ -61,8 +62,7 @@ def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 5, 
         of_next_tokens(model, batches(dist.get_rank(), step)).backward()
         for optimizer in optimizers:
             optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        model.zero_grad()
 
 
 def halves(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,20 +25,34 @@ OF_DEEPSEEK = {
     "muon_extra_scale_factor": 0.2,
 }
 KEPT = frozenset({"weight", "param", "momentum_buffer"})
+
+
+def of_muon(optimizer: str, layer_wise: bool = False, options: Any = (), **stepped: Any) -> dict[str, Any]:
+    own = {"optimizer": optimizer, **({"use_layer_wise_distributed_optimizer": True} if layer_wise else {})}
+    return {**TOP_3, "distributed": False, "stepped": {**own, **stepped}, **dict(options)}
+
+
+MUONS = {
+    "muon": Row(of_muon("muon", **OF_DEEPSEEK)),
+    "layer-wise": Row(of_muon("dist_muon", options={"num_layers": 3}, muon_nesterov=True), saves=True),
+    "layer-wise, laid out as Megatron-LM does": Row(of_muon("muon", True, {"laid_out": True}), steps=4),
+}
 OWN = {
-    "muon": Row({**TOP_3, "distributed": False, "stepped": {"optimizer": "muon", **OF_DEEPSEEK}}, ("cpu",), kinds=KEPT),
     "a layer of MTP that is passed twice": Row(
         {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, **TOP_3}, ("cpu",)
     ),
+}
+MUONS = {
+    name: replace(row, standins=("cpu", "gathers_of_any_sizes"), kinds=KEPT, newer=True) for name, row in MUONS.items()
 }
 SAME = (
     *(SHORT, "distributed optimizer, all-gather", "optimizer of float16, shared experts"),
     *("tensor and sequence parallelism", "interleaved"),
 )
-ROWS = {name: replace(row, newer=True) for name, row in {**{name: OLDER[name] for name in SAME}, **OWN}.items()}
+ROWS = {name: replace(row, newer=True) for name, row in {**{name: OLDER[name] for name in SAME}, **OWN}.items()} | MUONS
 
 
-@pytest.mark.parametrize("name", rows_of([name for name in ROWS if name != "muon"], SHORT))
+@pytest.mark.parametrize("name", rows_of([name for name in ROWS if name not in MUONS], SHORT))
 def test_experts_move_and_no_bit_changes(name: str) -> None:
     assert_moved_without_a_change(ROWS[name], traces(__name__, name))
 
@@ -48,8 +62,9 @@ def test_experts_move_and_no_bit_changes(name: str) -> None:
     not (MUON.is_dir() or importlib.util.find_spec("emerging_optimizers")) or not importlib.util.find_spec("triton"),
     reason=f"no emerging-optimizers {MUON_VERSION} in {MUON}: launch/test.sh fetches it; or no triton",
 )
-def test_experts_move_under_muon_and_no_bit_changes() -> None:
-    assert_moved_without_a_change(ROWS["muon"], traces(__name__, "muon"))
+@pytest.mark.parametrize("name", MUONS)
+def test_experts_move_under_muon_and_no_bit_changes(name: str) -> None:
+    assert_moved_without_a_change(ROWS[name], traces(__name__, name))
 
 
 def settings(rank: int, folder: str) -> dict[str, Any]:

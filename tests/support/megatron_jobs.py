@@ -55,6 +55,7 @@ OWN: dict[str, Any] = {
     "stepped": {},
     "frees": False,
     "adapts": False,
+    "laid_out": False,
 }
 """Options of a job that are none of Megatron's TransformerConfig.
 
@@ -62,7 +63,7 @@ OWN: dict[str, Any] = {
 ``distributed``: ``use_distributed_optimizer``. ``align``: gradients and weights travel when the schedule says so.
 ``bucket_size``: of DistributedDataParallel, in elements. ``share``: embeddings and output weights. ``stepped``: of its
 OptimizerConfig. ``frees``: weights, gradients and state are freed after each step, and loaded again. ``adapts``:
-attention alone is trained.
+attention alone is trained. ``laid_out``: matrices are whole in the shards of buffers, as Megatron-LM has it.
 """
 
 
@@ -180,7 +181,8 @@ class MegatronLoop:
         if self.own.plain:
             return model
         wrapped = Float16Module(config, model) if config.bf16 or config.fp16 else model
-        return DistributedDataParallel(config, ddp, wrapped, disable_bucketing=number > 0)
+        wrap = standins.with_a_layout if self.own.laid_out else DistributedDataParallel
+        return wrap(config, ddp, wrapped, disable_bucketing=number > 0)
 
     def train(self, steps: range) -> list[tuple[Any, ...]]:
         """Losses of each step, its gradient norm, and the loss scale where there is one."""

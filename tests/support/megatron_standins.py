@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.examples import FOLDER, load_example
 from support.flex_dispatch_double import use as flex  # noqa: F401
 from support.fused_adam_double import install as fused_adam  # noqa: F401
@@ -275,3 +276,34 @@ class Memory:
             for state in leaf.optimizer.state.values():
                 for key in {"exp_avg", "exp_avg_sq"} & state.keys():
                     state[key] = state[key].clone()
+
+
+def gathers_of_any_sizes() -> None:
+    """Let torch gather tensors of several sizes over gloo, as NCCL does and Megatron's layer-wise optimizer asks."""
+    own = dist.all_gather
+
+    def all_gather(of_all: list[Tensor], mine: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({tensor.numel() for tensor in of_all}) == 1:
+            return own(of_all, mine, group=group, async_op=async_op)
+        for number, tensor in enumerate(of_all):
+            if number == dist.get_rank(group):
+                tensor.copy_(mine)
+            dist.broadcast(tensor, dist.get_process_group_ranks(group)[number], group=group)
+        return SimpleNamespace(wait=lambda: None) if async_op else None
+
+    dist.all_gather = all_gather
+
+
+def with_a_layout(config: Any, ddp: Any, module: Any, **options: Any) -> Any:
+    """DistributedDataParallel as Megatron-LM's `wrap_model_chunks_with_ddp` makes it for a layer-wise optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import distributed_data_parallel
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+
+    ddp.use_distributed_optimizer = True
+    ranks = parallel_state.get_data_parallel_world_size()
+    layer_wise.tag_params_for_buffer_routing([module])
+    layout = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(module.parameters()), ddp.bucket_size, ranks, ddp, expert_data_parallel_world_size=1
+    )
+    return distributed_data_parallel.DistributedDataParallel(config, ddp, module, full_param_layout=layout, **options)

@@ -129,7 +129,9 @@ class Optimizers(LoopHooks):
         self._known.append(one := _Stepper(optimizer, _count(optimizer)))
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(partial(self._before_step, one))
-            optimizer.register_step_post_hook(partial(self._after_step, one))
+            after = optimizer.register_step_post_hook(partial(self._after_step, one))
+            # A user's own of before may evaluate, save or move: the training step is over then.
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         return one
 
     def _hook(self, optimizer: AnyOptimizer) -> None:
@@ -171,8 +173,7 @@ class Optimizers(LoopHooks):
                 one.held = held
                 self._balancer.tensors.train_outside(self._outside(one))
 
-    def before_reduce(self) -> None:
-        self.follow()
+    before_reduce = follow
 
     @torch.compiler.disable
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

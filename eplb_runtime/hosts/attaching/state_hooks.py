@@ -39,8 +39,7 @@ def refusal(what: str, name: str, instead: str = OURS) -> str:
 
 
 def _homes_here(balancer: Balancer, layer: int) -> list[int]:
-    here: list[int] = balancer.placement.homes_LRH[layer][balancer.runtime.job.ep_rank].tolist()
-    return here
+    return [*map(int, balancer.placement.homes_LRH[layer][balancer.runtime.job.ep_rank])]
 
 
 def _mark(here: list[int]) -> Tensor:

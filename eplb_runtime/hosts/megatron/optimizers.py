@@ -67,13 +67,13 @@ def options_of(optimizer: Any) -> dict[str, Any]:
     if not isinstance(optimizer, MegatronOptimizer):
         return {}
     leaves = _leaves(optimizer)
-    config = getattr(leaves[0], "config", None) if leaves else None
+    config = getattr(leaves[0], "config", None) if leaves else None  # layer-wise float32 has torch's own in its chain
     options = dict(vars(config)) if config is not None else {}
     for leaf in leaves:
         kind = type(getattr(leaf, "optimizer", leaf)).__name__
         if "muon" in kind.lower():  # 0.16.1 writes 'adam' into the config while it makes one
             options["optimizer"] = "muon" if kind == "TensorParallelMuon" else kind
-    if any(isinstance(one, LayerWiseDistributedOptimizer) for one in _all(optimizer)):
+    if _layer_wise(optimizer):
         options["use_layer_wise_distributed_optimizer"] = True
     return options
 
@@ -101,7 +101,7 @@ class StepByMegatron:
             if parameter.requires_grad and id(parameter) not in self._leaf_of:
                 raise AttachError(_elsewhere(name, 0, parameter))
         together = [leaf for leaf in self._leaves_of_experts() if not _is_for_experts(leaf)]
-        if together or not isinstance(optimizer, ChainedOptimizer):
+        if not _layer_wise(optimizer) and (together or not isinstance(optimizer, ChainedOptimizer)):
             # Experts cannot be taken out of its own norm, which follows the order of slots.
             raise AttachError(
                 f"Megatron's {type(together[0] if together else optimizer).__name__} would clip by a norm that depends "
@@ -182,13 +182,18 @@ class StepByMegatron:
             undo.callback(lambda: None if for_state and has_moved() else vars(thing).pop(name, None))
 
         optimizer.step = stepped  # for good: its steps are counted
-        others = [leaf for leaf in leaves if not _is_for_experts(leaf)]
+        layer_wise = _layer_wise(optimizer)
+        for one in layer_wise:  # it steps experts and others together: also on a stage where experts are none
+            put(one, "get_grad_norm", partial(self._norm_of_all, one.get_grad_norm, square_of_experts))
+        # Megatron-LM chains a layer-wise one with a distributed optimizer of what is no matrix.
+        parts = optimizer.chained_optimizers if layer_wise else [leaf for leaf in leaves if not _is_for_experts(leaf)]
 
         def norm() -> float:
-            squares = (float(leaf.get_grad_norm() or 0.0) ** 2 for leaf in others)
-            return math.sqrt(float(square_of_experts(self._gradient_of)) + sum(squares))
+            squares = (float(one.get_grad_norm() or 0.0) ** 2 for one in parts)
+            return math.sqrt((0.0 if layer_wise else float(square_of_experts(self._gradient_of))) + sum(squares))
 
-        put(optimizer, "get_grad_norm", norm)
+        if optimizer not in layer_wise:
+            put(optimizer, "get_grad_norm", norm)
         put_for_state = partial(put, for_state=True)
         for leaf in self._leaves_of_experts():
             if isinstance(leaf, DistributedOptimizer):
@@ -199,6 +204,20 @@ class StepByMegatron:
                 here = lambda held=held: {layer: experts_here(one) for layer, one in held.items()}  # noqa: E731
                 say_experts(leaf, here, put_for_state)
         return SimpleNamespace(remove=undo.close)
+
+    def _norm_of_all(self, own_norm: Callable[[], float], square_of_experts: Square) -> float:
+        """The gradient norm, with Megatron's own of all that is no expert; one optimizer steps both."""
+        leaves = self._leaves_of_experts()
+        mains = {id(_given(leaf, p)) for leaf in leaves for p in self._experts.values() if self._leaf_of[id(p)] is leaf}
+        for leaf in leaves:
+            others = [parameter for parameter in leaf.get_parameters() if id(parameter) not in mains]
+            leaf.get_parameters = lambda others=others: others
+        try:
+            rest = own_norm()
+        finally:
+            for leaf in leaves:
+                del leaf.get_parameters
+        return math.sqrt(float(square_of_experts(self._gradient_of)) + float(rest) ** 2)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
         leaf = self._leaf_of.get(id(parameter))
@@ -218,6 +237,10 @@ def _all(optimizer: Any) -> Iterator[Any]:
     yield optimizer
     for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else ():
         yield from _all(one)
+
+
+def _layer_wise(optimizer: Any) -> list[ChainedOptimizer]:
+    return [one for one in _all(optimizer) if isinstance(one, LayerWiseDistributedOptimizer)]
 
 
 def _leaves(optimizer: Any) -> list[Any]:

@@ -19,6 +19,9 @@ SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")
 FLEX_BACKENDS = ("deepep", "hybridep")
 DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings of a precision-aware optimizer; what it keeps as float16 has one scale for each tensor, and fp8 is uint8."""
+LAYER_WISE = "dist_muon"
+"""Muon with whole tensors assigned to ranks (``use_layer_wise_distributed_optimizer``, by its old name)."""
+MUON = ("muon", LAYER_WISE)
 MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "expert_tensor_parallel_size": (1, "an expert that is cut over tensor-parallel ranks is not supported"),
     "use_megatron_fsdp": (False, "experts that Megatron's FSDP cuts are not supported"),
@@ -32,11 +35,10 @@ MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "overlap_dispatch_backward_with_experts_wgrad": (False, "gradients of experts would come late"),
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
     "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
-    "use_layer_wise_distributed_optimizer": (False, "one norm over experts and the rest would depend on their places"),
 }
 """Settings that are refused unless they are Megatron's default, and why."""
 _OFF = (
-    *("moe_permute_fusion", "overlap_moe_expert_parallel_comm", "fp8_param", "fp8_param_gather"),
+    *("moe_permute_fusion", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
     *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_distributed_optimizer"),
 )
 DEFAULTS: Mapping[str, Any] = {
@@ -96,6 +98,8 @@ def settings_of(options: Mapping[str, Any]) -> JobSettings:
     options["cuda_graph_modules"] = _graph_modules(options)
     if "fp8_recipe" in options:
         options["fp8_recipe"] = getattr(options["fp8_recipe"], "value", options["fp8_recipe"])
+    if options.get("optimizer") == "muon" and options.get("use_layer_wise_distributed_optimizer"):
+        options["optimizer"] = LAYER_WISE
     for name in options.keys() & DTYPES:
         if not isinstance(options[name], Unknown):  # a dtype of torch, its name, or Megatron's flag
             dtype = str(options[name]).removeprefix("torch.")
@@ -168,15 +172,21 @@ def _of_model(job: JobSettings) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_optimizer(job: JobSettings) -> Iterator[tuple[str, str, str]]:
-    if job.optimizer not in ("adam", "sgd", "muon"):
+    if job.optimizer not in ("adam", "sgd", *MUON):
         yield "optimizer", "its state of an expert cannot be moved yet", "set optimizer='adam', 'sgd' or 'muon'"
-    if job.optimizer == "muon" and job.use_distributed_optimizer:
+    if job.optimizer in MUON and job.use_distributed_optimizer:
         why = "Muon on Megatron's shards of buffers has not been run"
         yield "use_distributed_optimizer", why, "set use_distributed_optimizer=False"
     if job.saves_by_place and job.use_distributed_optimizer:
         why = "--save keeps the optimizer's state by its place in buffers, which does not say of which expert it is"
         instead = "give --dist-ckpt-optim-fully-reshardable, and no --ckpt-format torch (or --no-save-optim)"
         yield "saves_by_place", why, instead
+    instead = "optimizer='muon', without use_layer_wise_distributed_optimizer (without --use-distributed-optimizer)"
+    if job.optimizer == LAYER_WISE and not job.bf16:
+        yield "bf16", "Megatron's layer-wise optimizer itself steps bf16 alone", f"set bf16=True, or {instead}"
+    if job.optimizer == LAYER_WISE and job.expert_data_parallel_size > 1:
+        why = "what steps an expert is one of the ranks that hold it, which depends on where it is"
+        yield "optimizer", why, f"set {instead}"
     if job.optimizer_cpu_offload and job.optimizer_offload_fraction not in (0, 1):
         why = "an expert would be stepped on the device in one slot, in host memory in another, which round differently"
         yield "optimizer_offload_fraction", why, "set optimizer_offload_fraction to 1.0 or 0.0"

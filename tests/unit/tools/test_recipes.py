@@ -44,7 +44,7 @@ python3 -m verl.trainer.main_ppo \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1
 """
 MEGATRON = {"host": "megatron", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8}
-PRECISE = {"use_precision_aware_optimizer": True}
+BF16, PRECISE = {"bf16": True}, {"use_precision_aware_optimizer": True}
 OTHER = {False: True, 1: 2, None: 1.5}
 """A value that is not the default."""
 LONG = {
@@ -144,7 +144,8 @@ def test_overrides_of_verls_actor_count_and_those_of_its_rollout_do_not(tmp_path
         ({"expert_tensor_parallel_num_weight_shards": 2}, "expert_tensor_parallel_num_weight_shards"),
         ({"optimizer": "lion"}, "optimizer"),
         ({"optimizer": "muon", "use_distributed_optimizer": True}, "use_distributed_optimizer"),
-        ({"optimizer": "dist_muon"}, "optimizer"),
+        ({"optimizer": "dist_muon", "gpus": 16, **BF16}, "optimizer"),
+        ({"optimizer": "dist_muon"}, "bf16"),
         ({"ep": 1}, "expert_model_parallel_size"),
         ({**PRECISE, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype"),
         ({**PRECISE, "use_distributed_optimizer": True, "gpus": 16, "main_params_dtype": "fp16"}, "main_params_dtype"),
