@@ -67,11 +67,14 @@ class FolderOfDCP(Saved):
         self._fqns: dict[str, str] = {}
         self.tensors: dict[str, TensorSpec] = {}
         small: dict[str, Any] = {}  # what is no tensor, and options: each rank reads them by itself
-        for fqn, one in self._reader.read_metadata().state_dict_metadata.items():
+        metadata = self._reader.read_metadata()
+        for fqn, one in metadata.state_dict_metadata.items():
             spec = TensorSpec(tuple(one.size), one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
             of_optimizer = fqn.startswith("optimizer.")
             if of_optimizer and not view.optimizers:
                 continue
+            if of_optimizer and len((metadata.planner_data or {}).get(fqn, ())) != 4:
+                raise CheckpointError(f"{fqn} in {folder} is not in the layout of DCP's get_state_dict (not flattened)")
             if spec is not None and not fqn.startswith(_GROUPS):
                 key = fqn.replace(_STATE, "optimizer.", 1) if of_optimizer else fqn
                 self._fqns[key], self.tensors[key] = fqn, spec
@@ -88,8 +91,7 @@ class FolderOfDCP(Saved):
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
         """`Saved.fill`, all at once. Collective."""
-        live = {self._fqns[entry.key]: _as_saved(view, entry) for entry in entries}
-        self._read(live, alone=not dist.is_initialized())
+        self._read({self._fqns[one.key]: _as_saved(view, one) for one in entries}, alone=not dist.is_initialized())
 
     def _read(self, entries: dict[str, Any], alone: bool) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

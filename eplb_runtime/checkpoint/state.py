@@ -211,7 +211,7 @@ class LogicalView:
             names = live["params"]
             numbers = sorted({group_of[name] for name in names if name in group_of})
             options = [{k: v for k, v in saved[number].items() if k != "params"} for number in numbers] or [{}]
-            if len({repr(sorted(one.items())) for one in options}) > 1:
+            if any(other != options[0] for other in options):
                 raise CheckpointError(
                     f"the param group of {names[0]} was several with different options when saved: build the optimizer "
                     "with the same groups"

@@ -367,12 +367,10 @@ class LogicalTensors(TensorStream):
         try:
             problem = tensors.balancer.rebalancer.run(lambda _, all_: all_.go_on(problem, False, seconds), seconds)
         except RuntimeError as error:
-            cause, problem = (
-                error,
-                (
-                    f"a rank did not come within {seconds:g} s, or is lost ({one_line(error)}); where a consumer needs "
-                    "longer for a bucket, give timeout_seconds"
-                ),
+            cause = error
+            problem = (
+                f"a rank did not come within {seconds:g} s, or is lost ({one_line(error)}); where a consumer needs "
+                "longer for a bucket, give timeout_seconds"
             )
         if problem:
             self._left.clear()

@@ -266,28 +266,25 @@ def test_stages_are_saved_together_under_names_of_their_own(tmp_path: Path) -> N
 
 def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
     model = make_model("olmoe")
-    optimizer, odd_option = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    odd_option.param_groups[0]["schedule"] = print
+    optimizer, rates = torch.optim.SGD(model.parameters(), lr=0.1), (torch.tensor(1.1 + n / 1e7) for n in range(100))
+    odd_options = torch.optim.SGD([{"params": p, "lr": lr} for p, lr in zip(model.parameters(), rates, strict=False)])
     odd = nn.ModuleDict({"complex": nn.Linear(1, 1)})
     odd_dtype = torch.optim.SGD(odd.parameters())
     odd_dtype.state[odd["complex"].weight]["momentum"] = torch.zeros(1, 1, dtype=torch.complex128)
     load, save = eplb.checkpoint.load, eplb.checkpoint.save
     save(tmp_path / "good", model)
-    save(tmp_path / "dcp", model, format="dcp")
+    save(tmp_path / "dcp", model, odd_options, format="dcp")
+    odd_options.param_groups[0] |= {"of": {"layers": 1}, "schedule": print}
+    save(tmp_path / "nested", model, odd_options, format="dcp")
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "model.safetensors").touch()
-    (tmp_path / "file").touch()
     index = (tmp_path / "good" / "checkpoint.json").read_text()
     (file,) = (tmp_path / "good").glob("*.safetensors")
 
-    def copy(text: str = index, content: bytes | None = file.read_bytes()) -> Path:
-        folder = tmp_path / "copy"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(tmp_path / "good", folder)
+    def copy(text: str = index, content: bytes = file.read_bytes()) -> Path:
+        folder = shutil.copytree(tmp_path / "good", tmp_path / "copy", dirs_exist_ok=True)
         (folder / "checkpoint.json").write_text(text)
-        (folder / file.name).unlink()
-        if content is not None:
-            (folder / file.name).write_bytes(content)
+        (folder / file.name).write_bytes(content)
         return folder
 
     cases: dict[str, Callable[[], object]] = {
@@ -295,13 +292,15 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "of version 5; this reads": lambda: load(copy(index.replace('"version": 4', '"version": 5')), model),
         "has another checksum": lambda: load(copy(index.replace('"files": {', '"files": {"x": [1, ""], ')), model),
         "another size or checksum": lambda: load(copy(content=file.read_bytes()[:-1]), model),
-        "cannot be used: FileNotFoundError": lambda: load(copy(content=None), model),
+        "cannot be used: FileNotFoundError": lambda: load((copy() / file.name).unlink() or tmp_path / "copy", model),
         "has no optimizer: load it with optimizer=None": lambda: load(tmp_path / "good", model, optimizer),
-        "schedule is a builtin_function_or_method, which JSON": lambda: save(tmp_path / "odd", model, odd_option),
+        "schedule is a builtin_function_or_method, which JSON": lambda: save(tmp_path / "odd", model, odd_options),
         "format='torch' is unknown": lambda: save(tmp_path / "x", model, format="torch"),
         "complex.weight.momentum: safetensors has no torch.complex128": lambda: save(tmp_path / "y", odd, odd_dtype),
         "has a model.safetensors, which would be read": lambda: save(tmp_path / "weights", model),
-        "file was not saved: rank 0: FileExistsError": lambda: save(tmp_path / "file", model, format="dcp"),
+        "was not saved: rank 0: FileExistsError": lambda: save(file, model, format="dcp"),
+        "several with different options when saved": lambda: load(tmp_path / "dcp", model, optimizer),
+        "groups.0.of.layers in": lambda: load(tmp_path / "nested", model, odd_options),
         "has a checkpoint already, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
     }
     assert_refused(cases)
