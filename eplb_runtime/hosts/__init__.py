@@ -1,7 +1,6 @@
 """One room per framework: what its MoE layers look like, where its experts are, how to get between the two.
 
-``attach`` asks the list of hosts in turn and hands the model's description to `hosts.attaching`. Nothing outside this
-room knows a framework.
+``attach`` asks the hosts in turn and hands a description to `hosts.attaching`. Nothing else knows a framework.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from .module import MoE, stack_experts
 __all__ = ["AttachError", "MoE", "attach", "shard_experts", "stack_experts"]
 
 HOSTS = {"transformers.describe": "transformers", "megatron.describe": "megatron.core"}
-"""Module in here -> the framework's. A module is imported only where that is: what is not imported has made no
-model."""
+"""Module in here -> the framework's; imported only where that is: what is not imported has made no model."""
 
 
 def attach(
@@ -76,8 +74,6 @@ def attach(
         AttachError: there is nothing to balance, it cannot be done, or a rank has failed or died on the way; on all
             ranks, and models and optimizers are as they were.
         RuntimeError: a rank did not come to it within the timeout of the host's process group; likewise.
-
-    Example: ``launch/examples/transformers_loop.py``, which the README shows.
     """
 
     def describe(config: BalancerConfig) -> Described:
@@ -129,9 +125,7 @@ def shard_experts(
         balancer = eplb.attach(model, optimizer, ep_group=ep_group)
 
     Args:
-        model, layers: as for ``attach``; the same on every rank.
-        config: as for ``attach``; its ``initial_placement`` counts here.
-        ep_group: as for ``attach``.
+        model, layers, config, ep_group: as for ``attach``; ``config.initial_placement`` counts here.
 
     Raises:
         AttachError: the experts cannot be spread; the model is as it was.

@@ -33,12 +33,10 @@ def record(
 ) -> Recording:
     """Write down how many tokens each expert of a model gets, step by step, and change nothing else.
 
-    For a job without a balancer: ``eplb-runtime assess`` says from it whether balancing would pay, and ``eplb-runtime
-    simulate`` plays it through policies. The sizes of an expert and of its optimizer state are written, too, and the
-    seconds of a step and of rank 0's expert work in it. Counting enqueues one small kernel a
-    layer; sums over ranks and writing happen during training. Padding, activation recompute and, of a model that is
-    trained, evaluation do not count. Collective: with torch.distributed, every rank of the world calls it for the same
-    model; counts are summed over all of them::
+    For a job without a balancer; ``eplb-runtime assess`` and ``simulate`` read it. Written, too: sizes of an expert and
+    of its optimizer state, seconds of a step and of rank 0's expert work. Counting is one small kernel a layer; sums
+    over the world and writing happen during training. Padding, recompute and, of a model that is trained, evaluation do
+    not count. Collective: every rank of the world calls it for the same model::
 
         with eplb.record(model, "runs/first", optimizer):
             train(model, optimizer)

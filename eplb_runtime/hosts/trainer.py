@@ -1,8 +1,7 @@
 """Hugging Face's Trainer on Accelerate, and TRL's trainers on it: the balancer is attached, clips, saves and resumes.
 
-A callback would come too late, but for a model that the library has spread: others are in DistributedDataParallel. This
-overrides what the Trainer itself calls. What belongs to the Trainer (batches, losses, schedules, random numbers) stays
-its own; nothing here looks into a model.
+A callback would come too late, but for a model that the library has spread: others are in DistributedDataParallel. What
+belongs to the Trainer (batches, losses, schedules, random numbers) stays its own; nothing here looks into a model.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .attaching.description import AttachError, unwrapped
 try:
     from transformers import PreTrainedModel, Trainer
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
     from .transformers.adapters import experts_of, is_saved_with_adapters
     from .transformers.settings import refusals
@@ -41,8 +40,7 @@ _NOT_HERE = {
     "auto_find_batch_size": "it starts again on the rank that ran out of memory alone: set per_device_train_batch_size",
     "enable_jit_checkpoint": "each rank would save when the signal reaches it: save by save_strategy",
 }
-_TrainerBase: Any = object
-"""What the mixin is put in front of has a Trainer's attributes; which ones depends on the class."""
+_TrainerBase: Any = object  # the mixin is put in front of a class that has a Trainer's attributes
 
 
 class BalancedTrainerMixin(_TrainerBase):
@@ -133,17 +131,14 @@ class BalancedTrainerMixin(_TrainerBase):
         with self.balancer.no_sync():
             return super().training_step(*arguments, **options)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+    def _clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> Tensor:
         """By the norm over all ranks' experts."""
-        return self._clip(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return grad_norm if grad_norm is not None else self._clip(float("inf"))
-
-    def _clip(self, max_norm: float) -> Tensor:
         assert self.balancer is not None
         self.accelerator.unscale_gradients()
-        return self.balancer.clip_grad_norm_(max_norm)
+        return self.balancer.clip_grad_norm_(self.args.max_grad_norm if max_norm is None else max_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return grad_norm if grad_norm is not None else self._clip_grad_norm(model, float("inf"))
 
     def end(self) -> None:
         """The balancer's end, then the Trainer's: process groups are gone afterwards. Collective."""
@@ -157,13 +152,21 @@ class BalancedTrainerMixin(_TrainerBase):
             logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
+        """The Trainer's, where ranks have equally many batches: all take part in every forward."""
+        if self.balancer is not None:
+            here = [len(dataloader) if has_length(dataloader) else 0]
+            batches = self.accelerator.gather(torch.tensor(here, device=self.args.device)).tolist()
+            if len(set(batches)) > 1:
+                raise RuntimeError(f"ranks have {batches} batches to evaluate: all take part in each forward")
+        return super().evaluation_loop(dataloader, *arguments, **options)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save all experts, or adapters of them, in logical order, from all ranks."""
-        writes_itself = self.balancer is None or self._is_spread or self.args.should_save
-        if not writes_itself and (self._exports or self._trained_experts):
-            self.model.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
-        else:
+        if self.balancer is None or self._is_spread or self.args.should_save:
             super()._save(output_dir, None if self._exports else state_dict)
+        else:
+            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer's state is what makes a checkpoint whole: the old one goes first, the new one is written last."""
@@ -317,5 +320,4 @@ class BalancedTrainer(BalancedTrainerMixin, Trainer):
         trainer.train(resume_from_checkpoint=True)
 
     Every saved folder holds all experts in logical order; checkpoints have the optimizer's state in a folder of ours.
-    See `BalancedTrainerMixin`.
     """

@@ -110,9 +110,6 @@ def test_static_is_moved_and_both_are_peft(of_jobs: list[dict[str, dict[str, Any
     )
 
 
-# -- what PEFT does with them ----------------------------------------------------------------------------------------
-
-
 def used(rank: int, folder: Path) -> dict[str, Any]:
     from peft import PeftModel
 
@@ -229,9 +226,6 @@ def loaded_beside_copies(rank: int, folder: Path) -> tuple[list[float], bool]:
 def test_copies_follow_what_peft_writes(tmp_path: Path) -> None:
     for losses, has_copies in run_ranks(RANKS, loaded_beside_copies, tmp_path):
         assert has_copies and losses == pytest.approx([losses[0]] * 2, abs=1e-6)
-
-
-# -- refused at attach -----------------------------------------------------------------------------------------------
 
 
 def refusals(rank: int) -> dict[str, str]:

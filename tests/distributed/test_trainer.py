@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.moe_models import VOCABULARY, make_model
 from support.ranks import run_ranks
-from support.seen import same
+from support.seen import said_by, same
 from support.shuffle import plan_by, plan_shuffle
 from support.training import config_from_settings
 from torch import Tensor
@@ -207,9 +207,6 @@ def test_the_wrapper_is_left_out_where_the_balancer_averages(results: list[dict[
     assert results[0]["wrapped"] == ["DistributedDataParallel", "OlmoeForCausalLM"]
 
 
-# -- evaluation, the best model, mistakes -----------------------------------------------------------------------------
-
-
 class LosesTheLast(Moving):
     """Remembers what it had before it loads the best model."""
 
@@ -238,6 +235,7 @@ def around(rank: int, folder: Path) -> dict[str, Any]:
     found["last"] = best.last
     found["best"] = {key: value for key, value in state_of(best).items() if key.startswith("model.")}
     found["predictions"] = best.predict(Texts(5, seed=1)).predictions
+    found["uneven"] = said_by(lambda: best.evaluate(Texts(4 + 8 * rank)))
     found["mistakes"] = mistakes(rank, folder)
     return found
 
@@ -302,9 +300,10 @@ def test_the_best_model_is_loaded_at_the_end(others: list[dict[str, Any]], folde
 
 
 @pytest.mark.long
-def test_ranks_predict_together(others: list[dict[str, Any]]) -> None:
+def test_ranks_predict_together_and_unequally_many_batches_are_refused(others: list[dict[str, Any]]) -> None:
     for found in others:
         assert found["predictions"].shape == (5, 12, VOCABULARY)
+        assert found["uneven"] == "ranks have [1, 3] batches to evaluate: all take part in each forward"
 
 
 def test_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> None:
@@ -315,9 +314,6 @@ def test_mistakes_are_noticed_on_every_rank(others: list[dict[str, Any]]) -> Non
     assert all("Wrapped is none" in line and "\n" not in line for line in model)
     assert all("does not take even_batches=False" in line for line in uneven)
     assert all("Adafactor" in line and "\n" not in line for line in optimizer)
-
-
-# -- adapters, and TRL's trainer --------------------------------------------------------------------------------------
 
 
 def adapted_experts(rank: int, folder: Path) -> dict[str, Any]:
@@ -340,6 +336,8 @@ def adapted_experts(rank: int, folder: Path) -> dict[str, Any]:
     ours = train(Moving, folder / "ours", model=model(), **saving)
     again = trainer_of(Moving, folder / "ours", model=model(), **saving)
     again.train(resume_from_checkpoint=str(folder / "ours" / "checkpoint-2"))
+    again.model.requires_grad_(False)
+    again.save_model(str(folder / "frozen"))
     return {
         "refused": refused,
         "losses": [logged(trainer) for trainer in (plain, ours, again)],

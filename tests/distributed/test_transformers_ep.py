@@ -21,10 +21,12 @@ from support.job import Job, Run, alone, of_next_tokens
 from support.moe_models import batch_of, make_model
 from support.ranks import run_ranks
 from support.seen import differing, digests, said_by
+from support.shuffle import plan_by, plan_shuffle
 from test_trainer import Moving, trainer_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from transformers import Trainer, TrainerCallback
 
 import eplb_runtime as eplb
 from eplb_runtime.distributed.consensus import gather_rows
@@ -243,9 +245,6 @@ def test_it_trains_to_what_one_process_trains_to(name: str, root: Path) -> None:
         assert counted == {texts * row.micro_batches * 2 * 12 * choices, padded}
 
 
-# -- what is saved -----------------------------------------------------------------------------------------------------
-
-
 def save_and_read(rank: int, row: Row, other: Row, folder: str, out: Path) -> dict[str, Any]:
     """Train with experts that move; read what is saved without us, and with us in another layout, and go on."""
     from transformers import AutoModelForCausalLM
@@ -293,7 +292,16 @@ def test_what_the_library_saves_is_in_logical_order(row: Row, other: Row, root: 
         assert not any(found.values()), found
 
 
-# -- its Trainer -------------------------------------------------------------------------------------------------------
+def attaching(*, balancer_config: Any, **options: Any) -> Trainer:
+    """The library's own, and a callback that attaches."""
+
+    def attach(*_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+        trainer.balancer = eplb.attach(model, optimizer, config=balancer_config)
+        plan_by(trainer.balancer, plan_shuffle)
+
+    trainer = Trainer(**options)
+    trainer.add_callback(type("Attaches", (TrainerCallback,), {"on_train_begin": staticmethod(attach)})())
+    return trainer
 
 
 def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any]:
@@ -310,6 +318,7 @@ def by_the_trainer(rank: int, folder: str, out: Path, row: Row) -> dict[str, Any
         jobs = {
             "still": train_by(BalancedTrainer, "still", policy="static"),
             "moving": train_by(Moving, "moving"),
+            "the library's": train_by(attaching, "plain"),
             "resumed": train_by(Moving, "moving", resume=str(out / "moving" / "checkpoint-4")),
         }
     seen = {}
@@ -346,9 +355,6 @@ def test_a_job_is_recorded_as_it_is(root: Path, tmp_path: Path) -> None:
     found = read_record(tmp_path)
     assert (found.load.sum(axis=-1) == 2 * 2 * 12 * 3).all() and found.load.shape[-1] == EXPERTS
     assert (found.job.ep_size, found.job.expert_bytes, found.job.optimizer_bytes) == (2, 3 * 32**2 * 4, 6 * 32**2 * 4)
-
-
-# -- what is refused, and when it is there -----------------------------------------------------------------------------
 
 
 def adapted(model: nn.Module) -> Any:

@@ -10,8 +10,7 @@ from ..attaching.description import EXACT_BY_ITSELF, EXACT_IN_ONE_SUM, Exact, Re
 
 VERSION = "Megatron-Core 0.16.1 to 0.19.2"
 """Versions whose defaults these are; settings that an older one lacks are off there."""
-WHOLE_LAYER = "full"
-"""Megatron's word for a CUDA graph of all that a layer does."""
+WHOLE_LAYER = "full"  # Megatron's word for a CUDA graph of all that a layer does
 WITHOUT_EXPERTS = frozenset(("attn", "mamba", "mlp", "moe_router"))
 """Parts of a model that Megatron captures as CUDA graphs and that hold no expert; ``mlp`` is that of dense layers."""
 SCALED_NOW = ("tensorwise", "blockwise", "mxfp8")

@@ -27,8 +27,6 @@ MERGE = (
     "experts are spread over ranks: to get a whole model, save_pretrained (on every rank) and merge_and_unload in a "
     "process of its own"
 )
-
-
 DELETE = (
     "experts compute with their adapters: switch one off (disable_adapter()), or delete it in a model that was not "
     "attached"
@@ -38,11 +36,10 @@ BY_EXPERT: Mapping[str, Callable[[int, Tensor], Tensor]] = {
     "lora_B": lambda experts, matrix: matrix.view(matrix.shape[0], -1, experts).permute(2, 0, 1),
 }
 """PEFT's ``[E*r, in]`` as ``[E, r, in]``, and its ``[out, r*E]`` as ``[E, out, r]``: views."""
-OF_PEFT: Mapping[str, Callable[[Tensor], Tensor]] = {
+OF_PEFT: Mapping[str, Callable[[Tensor], Tensor]] = {  # the way back
     "lora_A": lambda stack: stack.flatten(0, 1),
     "lora_B": lambda stack: stack.permute(1, 2, 0).flatten(1),
 }
-"""The way back."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,11 +28,10 @@ from . import folders
 from .adapters import AdaptedExperts, experts_of, follow, follows_experts_interface, is_saved_with_adapters
 from .compute import RowCompute
 
-_PART = (
+_PART = (  # of PEFT's base, adapters merged or not
     "experts are spread over ranks, and this model is only a part of what was attached: save the adapters "
     "(save_pretrained of PEFT's model) and merge them into the model that you started from, in a process of its own"
 )
-"""Of PEFT's base, adapters merged or not."""
 
 
 def describe(model: nn.Module) -> HostModel:

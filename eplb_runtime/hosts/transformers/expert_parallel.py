@@ -8,6 +8,7 @@ experts, one row for each choice of a token, and adds up a token's choices in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -75,8 +76,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
 
 class InRankOrder:
     """FSDP's sum of gradients of experts over the ranks that divide them, added up in the order of ranks whatever a
-    row's place: a ring begins at another rank for each. As many bytes travel; the rows of all ranks are here at once.
-    """
+    row's place: a ring begins at another rank for each. As many bytes travel; all rows are here at once."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -87,6 +87,17 @@ class InRankOrder:
         if op != dist.ReduceOp.SUM:  # with a divisor the library asks for sums
             raise RuntimeError(f"gradients of experts are reduced by {op}, not by a sum: leave FSDP's divisors alone")
         output_tensor.copy_(part_of_sum(input_tensor, group))
+
+
+with suppress(ImportError, AttributeError):  # without Accelerate there is no Trainer
+    from transformers import Trainer
+
+    def _norm(self: Any, model: Any, max_norm: float, own: Any = Trainer._mixed_mesh_grad_norm) -> Any:
+        """By logical expert where the model is balanced; the library's goes by rows, which follow the placement."""
+        balancer = getattr(model, "_eplb_runtime_balancer", None)
+        return own(self, model, max_norm) if balancer is None else balancer.clip_grad_norm_(max_norm)
+
+    Trainer._mixed_mesh_grad_norm = _norm  # type: ignore[method-assign]
 
 
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
