@@ -109,9 +109,9 @@ class _Settings:
 class DispatchConfig(_Settings):
     """Settings of what happens in each MoE layer: how a batch is split over copies, travels and is summed."""
 
-    name: Literal["all_to_all", "hierarchical", "deepep"] = "all_to_all"
-    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once) or
-    ``"deepep"`` (bfloat16, on Hopper GPUs and newer)."""
+    name: Literal["all_to_all", "hierarchical", "deepep", "auto"] = "all_to_all"
+    """Carrier of tokens: ``"all_to_all"``, ``"hierarchical"`` (the same, a token crosses to a node once), ``"deepep"``
+    (bfloat16, on Hopper GPUs and newer) or ``"auto"`` (``"deepep"`` where every rank has it, else ``"all_to_all"``)."""
     _: KW_ONLY
     combine_order: Literal["logical", "by_rank"] = "logical"
     """How a token's results are summed: ``"logical"``, in the router's order, so that no bit depends on where experts
@@ -292,7 +292,7 @@ class BalancerConfig(_Settings):
             yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
         if self.copies_by != BalancerConfig.copies_by and not self.replica_slots:
             yield f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more"
-        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name != "deepep":
+        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
             yield f"sms={self.dispatch.sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"
 
     def _of_listening(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig
 from eplb_runtime.moe.dispatch.base import DispatchContext, Dispatched, Dispatcher
-from eplb_runtime.moe.dispatch.choosing import OVER_TORCH, dispatch_problem, make_dispatcher
+from eplb_runtime.moe.dispatch.choosing import OVER_TORCH, choose_together, make_dispatcher
 from eplb_runtime.moe.kernel_selection import kernels_for
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
@@ -87,7 +87,7 @@ def _ways(
         left_out.append({"dispatch": f"{' and '.join(OVER_TORCH)}, kernels", "why": "our kernels are for GPUs"})
     for name in ("all_to_all", "hierarchical", "deepep"):
         asked = BalancerConfig(dispatch=name)
-        if problem := dispatch_problem(asked, group, topology, slots, device, SECONDS_TO_AGREE):
+        if problem := choose_together(asked, group, topology, slots, device, SECONDS_TO_AGREE).problem:
             left_out += [{"dispatch": title, "why": problem} for title in dict.fromkeys(v[0] for v in _variants(name))]
             continue
         for title, order, more in _variants(name):
@@ -99,7 +99,7 @@ def _ways(
             try:
                 config = BalancerConfig(dispatch=DispatchConfig(name, combine_order=order, **more))
                 context = replace(plain, kernels=kernels_for(device)) if config.dispatch.kernels else plain
-                made[title, order] = make_dispatcher(config, topology, context)
+                made[title, order] = make_dispatcher(config, name, topology, context)
             except ConfigError as error:
                 left_out.append({"dispatch": title, "why": str(error)})
     return made, left_out

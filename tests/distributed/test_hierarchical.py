@@ -56,6 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all_to_all": {},
     "logical": {"dispatch": "hierarchical"},
     "by_rank": {"dispatch": "hierarchical", "combine_order": "by_rank"},
+    "auto": {"dispatch": "auto", "combine_order": "by_rank"},
 }
 
 
@@ -87,7 +88,7 @@ def test_in_logical_order_every_bit_is_that_of_all_to_all(ranks: list, nodes: st
 def test_an_attached_model_trains_to_the_same_bits_and_by_rank_to_rounding(ranks: list) -> None:
     for result in ranks:
         found = result["losses"]
-        assert found["logical"] == found["all_to_all"]
+        assert found["logical"] == found["auto"] == found["all_to_all"]
         assert found["by_rank"] == pytest.approx(found["all_to_all"], rel=1e-3)
 
 

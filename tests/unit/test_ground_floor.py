@@ -138,7 +138,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bytes_per_step": 1000}, "give overlap=True", {"overlap": True}),
     ({"bytes_per_step": 1000, "overlap": True, "staging_bytes": 999}, "more staging_bytes", {"staging_bytes": 1000}),
     ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
-    ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "deepep"}),
+    ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
     ({"overlap": True, "transport": "deepep"}, "between steps only", {"overlap": False}),
     ({"copies_by": "copy_engine"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"combine_order": "by_rank"}, "choose another dispatch", {"dispatch": "hierarchical"}),

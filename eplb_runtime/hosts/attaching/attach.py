@@ -38,7 +38,7 @@ from ...load.counter import LoadCounter
 from ...load.series import RecordedJob
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
-from ...moe.dispatch.choosing import dispatch_problem, make_dispatcher, notes
+from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
 from ...moe.experts.compute import Aligned, LocalExperts
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
@@ -103,6 +103,7 @@ class Connected(Checked):
     """The same with what carries its tokens, experts and copies; nothing of the model is changed."""
 
     topology: Topology
+    dispatch: DispatchChoice
     transport: Transport
     copies: PointToPoint
 
@@ -160,9 +161,12 @@ def connect(checked: Checked, undo: ExitStack) -> Connected:
     peers = [job.migration_ranks.index(rank) for rank in job.ep_ranks]
     topology = measure(topology, transport, job.ep_rank, groups.control, seconds, peers)
     slots = checked.placement.slots_per_rank
-    raise_on_all(groups, dispatch_problem(config, groups.dispatch, topology, slots, device, seconds))
+    dispatch = choose_together(config, groups.dispatch, topology, slots, device, seconds)
+    raise_on_all(groups, dispatch.problem)
+    if job.is_planner and config.dispatch.name != "all_to_all":
+        logger.info("dispatch: %s (%s)", dispatch.name, dispatch.why)
     copies = _transport_of_copies(checked, topology)
-    return Connected(**vars(checked), topology=topology, transport=transport, copies=copies)
+    return Connected(**vars(checked), topology=topology, dispatch=dispatch, transport=transport, copies=copies)
 
 
 def shard(made: Connected) -> Shards:
@@ -209,7 +213,7 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
     counter = LoadCounter(placement.num_layers, placement.num_experts, config.interval, device)
     clock, forward_tag = ExpertClock(device), ForwardTag(job.ep_ranks, job.rank)
     dispatching = DispatchContext(channels, placement.slots_per_rank, forward_tag, kernels, clock)
-    dispatcher = make_dispatcher(config, made.topology, dispatching)
+    dispatcher = make_dispatcher(config, made.dispatch.name, made.topology, dispatching)
     context = LayerContext(counter, maps.table, maps.splitter, dispatcher)
     experts = {id(parameter) for parameter in shards.registry.parameters()}
     named = [(stage, name, p) for stage in made.stages for name, p in stage.model.named_parameters()]

@@ -1,8 +1,9 @@
-"""What carries a job's tokens: why a rank cannot have what is asked for, and what its settings give up."""
+"""Which dispatcher carries a job's tokens: what each rank finds, one choice for all of an EP group, and why."""
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,14 @@ _NOTES = {
 """Losses of each setting of `DispatchConfig` that is not the default."""
 
 
+class DispatchChoice(NamedTuple):
+    """The dispatcher of one EP group, equal on all its ranks, why, and what of a wish cannot be had."""
+
+    name: str
+    why: str = "it was asked for"
+    problem: str = ""
+
+
 def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: int, device: torch.device) -> str:
     """Return why DeepEP cannot serve this rank with these settings, in a line, or ""."""
     ranks, low_latency = topology.num_ranks, config.dispatch.low_latency_tokens > 0
@@ -54,21 +63,26 @@ def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: i
     return why
 
 
-def dispatch_problem(
+def choose_together(
     config: BalancerConfig,
     group: dist.ProcessGroup,
     topology: Topology,
     slots_per_rank: int,
     device: torch.device,
     seconds: float,
-) -> str:
-    """Return why a rank of this EP group cannot have the dispatcher that is asked for, equal on all of them, or "".
-    Collective over it, if there is something to find out."""
-    if (name := config.dispatch.name) in OVER_TORCH:
-        return ""
+) -> DispatchChoice:
+    """Return one choice for all ranks of this EP group, by ``DispatchConfig.name`` and what each rank lacks. Collective
+    over it, if there is something to find out."""
+    if (asked := config.dispatch.name) in OVER_TORCH:
+        return DispatchChoice(asked)
     mine = why_not_deepep(config, topology, slots_per_rank, device).encode()
     said = gather_bytes(mine, group, device, time.monotonic() + seconds)
-    return next((f"dispatch={name!r}: rank {rank}: {word.decode()}" for rank, word in enumerate(said) if word), "")
+    why = next((f"rank {rank}: {word.decode()}" for rank, word in enumerate(said) if word), "")
+    if asked != "auto":
+        return DispatchChoice(asked, problem=f"dispatch={asked!r}: {why}" if why else "")
+    if why:
+        return DispatchChoice("all_to_all", f"no deepep: {why}")
+    return DispatchChoice("deepep", "GPUs that it is for, and installed")
 
 
 def notes(config: BalancerConfig) -> list[str]:
@@ -77,13 +91,13 @@ def notes(config: BalancerConfig) -> list[str]:
     return [f"{name}{said}" for name, said in _NOTES.items() if given[name] != DispatchConfig.__dict__[name]]
 
 
-def make_dispatcher(config: BalancerConfig, topology: Topology, context: DispatchContext) -> Dispatcher:
-    """Make the dispatcher of an EP group."""
-    if config.dispatch.name == "all_to_all":
+def make_dispatcher(config: BalancerConfig, name: str, topology: Topology, context: DispatchContext) -> Dispatcher:
+    """Make the dispatcher of an EP group; ``name``: the choice."""
+    if name == "all_to_all":
         return AllToAll(context)
-    if config.dispatch.name == "hierarchical":
+    if name == "hierarchical":
         return Hierarchical(context, topology.ranks_per_node, config.dispatch.combine_order)
-    return DeepEPDispatcher(context, config.dispatch)
+    return DeepEPDispatcher(context, config.dispatch, AllToAll(context) if config.dispatch.name == "auto" else None)
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:

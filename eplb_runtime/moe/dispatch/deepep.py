@@ -201,14 +201,15 @@ class DeepEPDispatcher(Dispatcher):
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
         config: ``combine_order``, ``sms``, ``dtype`` and ``low_latency_tokens`` are used here.
+        otherwise: carries what DeepEP refuses; None: an error.
 
     Raises:
         ConfigError: the package is not there or cannot serve this group.
     """
 
-    def __init__(self, context: DispatchContext, config: DispatchConfig) -> None:
+    def __init__(self, context: DispatchContext, config: DispatchConfig, otherwise: Dispatcher | None = None) -> None:
         super().__init__(context)
-        self.combine_order = config.combine_order
+        self.combine_order, self._otherwise = config.combine_order, otherwise
         self._by_rank, self._in_float8 = config.combine_order == "by_rank", config.dtype == "float8"
         self._package, self._sms = deepep.imported(), config.sms
         self._between_nodes = self._num_ranks > deepep.RANKS_OF_A_NODE
@@ -228,9 +229,11 @@ class DeepEPDispatcher(Dispatcher):
             tokens = torch.full((1,), len(hidden_TD), device=hidden_TD.device)
             if not refused and self.gather_counts(tokens).max() <= few.most_tokens:
                 return few
-        if refused:
+        if not refused:
+            return self
+        if self._otherwise is None:
             raise ConfigError(refused)
-        return self
+        return self._otherwise
 
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> SendLayout:
         slots_NW = (slots_TK if self._by_rank else slots_TK.reshape(-1, 1)).contiguous()

@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 from support import deepep_double
 
-from eplb_runtime.config import (
-    BalancerConfig,
-    ConfigError,
-    DispatchConfig,
-)
+from eplb_runtime.config import BalancerConfig, ConfigError, DispatchConfig
 from eplb_runtime.distributed.transports import deepep, nvshmem
 from eplb_runtime.moe.dispatch import choosing
 from eplb_runtime.moe.dispatch import deepep as dispatch
+from eplb_runtime.moe.dispatch.all_to_all import AllToAll
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher, LowLatency
 from eplb_runtime.topology import Topology
@@ -136,18 +133,38 @@ def test_nvshmem_is_started_once_whoever_makes_a_buffer(monkeypatch: pytest.Monk
     assert "DeepEP between nodes has started" in nvshmem.claim("transport='nvshmem'", nodes, again=True)  # type: ignore[arg-type]
 
 
-def test_what_deepep_does_not_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_deepep_does_not_carry_is_refused_or_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepep, "imported", lambda: deepep_double)
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    carrier = DeepEPDispatcher(DispatchContext.of(group, 4), DispatchConfig("deepep"))  # type: ignore[arg-type]
-    rows, weights = torch.ones(3, 64), torch.ones(3, 2)
-    assert carrier.carrier(rows.bfloat16(), weights) is carrier
+    of_group = DispatchContext.of(SimpleNamespace(size=lambda: 2, rank=lambda: 0), 4)  # type: ignore[arg-type]
+    rows, weights, topology = torch.ones(3, 64), torch.ones(3, 2), Topology(2, 2)
+    by_name, auto = (
+        choosing.make_dispatcher(BalancerConfig(dispatch=name), "deepep", topology, of_group)
+        for name in ("deepep", "auto")
+    )
+    for one in (by_name, auto):
+        assert isinstance(one, DeepEPDispatcher) and one.carrier(rows.bfloat16(), weights) is one
+    assert isinstance(auto.carrier(rows, weights), AllToAll)
     with pytest.raises(ConfigError, match="carries and sums bfloat16"):
-        carrier.carrier(rows, weights)
-    monkeypatch.setattr(choosing, "gather_bytes", lambda word, *_: [word])
+        by_name.carrier(rows, weights)
+
+
+@pytest.mark.parametrize("words", [(b"", b""), (b"", b"too old"), (b"no GPU", b"too old")])
+def test_ranks_choose_together(monkeypatch: pytest.MonkeyPatch, words: tuple[bytes, ...]) -> None:
+    rest: Any = None, Topology(2, 2), 4, torch.device("cpu"), 30.0
+    monkeypatch.setattr(choosing, "gather_bytes", lambda *_: list(words))
+    auto, named = (choosing.choose_together(BalancerConfig(dispatch=name), *rest) for name in ("auto", "deepep"))
+    assert named.name == "deepep" and not auto.problem
+    if not any(words):
+        assert auto.name == "deepep" and not named.problem
+        return
+    first = "rank 0: no GPU" if words[0] else "rank 1: too old"
+    assert auto == ("all_to_all", f"no deepep: {first}", "") and named.problem == f"dispatch='deepep': {first}"
+
+
+def test_a_rank_tells_the_others_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     rest: Any = None, Topology(2, 2), 129, torch.device("cpu"), 30.0
-    found = choosing.dispatch_problem(BalancerConfig(dispatch="deepep"), *rest)
-    assert "rank 0: it knows up to 128 slots a rank here, not 129" in found
+    monkeypatch.setattr(choosing, "gather_bytes", lambda word, *_: [word])
+    assert "128 slots a rank here, not 129" in choosing.choose_together(BalancerConfig(dispatch="auto"), *rest).why
 
 
 def test_a_version_that_takes_no_bound_between_nodes_is_refused_there() -> None:
