@@ -136,10 +136,10 @@ class ReplicaSync:
         if layer not in self._pending:
             return
         with self._one_waits[layer], phase("wait for copies", "", layer):
-            works, later = self._pending.get(layer, ((), ()))
-            self._pending[layer] = works, ()  # what fails is waited for again, and handed on no more
-            for work in works:
+            for work in self._pending.get(layer, ((), ()))[0]:
                 work.wait()
+            works, later = self._pending.get(layer, ((), ()))  # a signal's handler may have handed on
+            self._pending[layer] = works, ()  # and is handed on once
             for stage in later:
                 for work in self._transport.post([stage])[0]:
                     work.wait()
