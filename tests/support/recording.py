@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from eplb_runtime.distributed import consensus
+
 COLLECTIVES = (
     "all_reduce",
     "all_gather",
@@ -54,6 +56,7 @@ def record() -> list[Call]:
     for name in COLLECTIVES:
         if hasattr(dist, name):
             setattr(dist, name, watched(name, getattr(dist, name)))
+    consensus.all_gather_into = watched("all_gather_into", consensus.all_gather_into)
     batch = dist.batch_isend_irecv
 
     def batched(operations: list[dist.P2POp]) -> Any:

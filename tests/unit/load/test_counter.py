@@ -242,7 +242,7 @@ def test_a_disk_that_hangs_makes_nobody_wait(
     free, settings = threading.Event(), {"group": None, "real_tokens": lambda _: None, "in_training_only": False}
     monkeypatch.setattr(recorder_module, "CLOSING_SECONDS", 0.0)
     settings |= {"interval": 1, "device": torch.device("cpu"), "recorder": Recorder(tmp_path, LAYERS, EXPERTS)}
-    recording = Recording(torch.nn.Module(), [lambda see: lambda: None] * LAYERS, EXPERTS, **settings)
+    recording = Recording(torch.nn.Module(), [lambda *_: lambda: None] * LAYERS, EXPERTS, **settings)
     monkeypatch.setattr(LineFile, "write", lambda *_: free.wait())
     for _ in range(recorder_module.MOST_WAITING + 3):
         recording.step()
