@@ -54,12 +54,9 @@ class Recipe(NamedTuple):
 
 
 def answer(recipe: Recipe) -> dict[str, Any]:
-    """Judge a recipe by the checks that `attach` makes; FileError: a size is no whole number of at least 1.
-
-    Returns:
-        ``attaches`` and ``exact`` (None: not known), ``refused``, ``undecided`` settings that a check needs and that
-        are not known, ``assumed`` defaults, and ``unknown`` settings that the recipe does not show, with their source.
-    """
+    """Judge a recipe by the checks that `attach` makes. Returns ``attaches`` and ``exact`` (None: not known),
+    ``refused``, ``undecided`` settings that a check needs and that are not known, ``assumed`` defaults, and ``unknown``
+    settings that the recipe does not show, with their source. Raises FileError: a size is no whole number above 0."""
     given = recipe.options
     if recipe.of == transformers.VERSION:
         found = [asdict(one) for one in transformers.refusals(given)]
@@ -86,12 +83,8 @@ def answer(recipe: Recipe) -> dict[str, Any]:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Return the recipe of a JSON file, Accelerate's YAML, a shell script or a text.
-
-    Raises:
-        FileError: there is no recipe of a model with experts in it, or it cannot be read.
-        OSError: there is no such file.
-    """
+    """Return the recipe of a JSON file, Accelerate's YAML, a shell script or a text. Raises FileError: it is none of a
+    model with experts, or cannot be read; OSError: there is no such file."""
     file, kind = Path(path), {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(Path(path).suffix)
     require_readable(file, MOST_BYTES)
     text = file.read_text(errors="replace")
