@@ -21,7 +21,7 @@ from .placement import Placement
 Transport = Literal["torch", "cuda_ipc", "nixl", "nvshmem", "deepep", "auto"]
 TRANSPORTS = get_args(Transport)
 """Names of `distributed.transports.TRANSPORTS`."""
-LEAST = dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1) | {"sms": 2}
+LEAST = dict.fromkeys(("interval", "window", "horizon_steps", "staging_bytes", "bytes_per_step"), 1) | {"num_sms": 2}
 """Least values of settings that are whole numbers, where it is not 0."""
 UP_TO = {"moe_share": (1.0, "a share of the step in (0, 1], or None")}
 """Largest values of settings that are numbers above 0, and what to give, where it is not a year in seconds."""
@@ -122,7 +122,7 @@ class DispatchConfig(_Settings):
     low_latency_tokens: int = 0
     """In evaluation without gradients, batches of up to so many tokens on each rank go by DeepEP's low-latency kernels:
     a multiple of 4, up to 508. For ``"deepep"`` with ``combine_order="by_rank"``, on one node. 0: never."""
-    sms: int = 20
+    num_sms: int = 20
     """Multiprocessors of a GPU that DeepEP's kernels take; even."""
     kernels: bool = True
     """On GPUs with Triton its kernels count, route and sum a layer's choices; torch where the first batch differs."""
@@ -140,8 +140,8 @@ class DispatchConfig(_Settings):
         if tokens and (self.name, order) != ("deepep", "by_rank"):
             given = f"low_latency_tokens={tokens} with dispatch={self.name!r}, combine_order={order!r}"
             yield f"{given}: they need dispatch='deepep' and combine_order='by_rank'"
-        if self.sms % 2:
-            yield f"sms={self.sms}: give an even number"
+        if self.num_sms % 2:
+            yield f"num_sms={self.num_sms}: give an even number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class BalancerConfig(_Settings):
     """Speed of each rank of the EP group, numbers above 0; a slow one is given fewer tokens. None: all alike."""
     initial_placement: Placement | str | Path | None = None
     """A placement, or its file, to start from instead of logical order."""
-    copies_by: Literal["torch", "copy_engine"] = "torch"
+    replica_transport: Literal["torch", "copy_engine"] = "torch"
     """Carrier of weights to copies and of their gradients home: ``"torch"`` (gloo or NCCL) or ``"copy_engine"`` (inside
     a node by the copy engines of its GPUs, between nodes as ``"torch"``). The same bits either way."""
 
@@ -290,10 +290,10 @@ class BalancerConfig(_Settings):
             yield "overlap=True with transport='deepep': all ranks make its calls, between steps only"
         if self.migration.bytes_per_step is not None and not self.overlap:
             yield f"bytes_per_step={self.migration.bytes_per_step} without overlap: give overlap=True, or leave it out"
-        if self.copies_by != BalancerConfig.copies_by and not self.replica_slots:
-            yield f"copies_by={self.copies_by!r} without replica slots: give replica_slots=1 or more"
-        if self.dispatch.sms != DispatchConfig.sms and self.dispatch.name not in ("deepep", "auto"):
-            yield f"sms={self.dispatch.sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"
+        if self.replica_transport != BalancerConfig.replica_transport and not self.replica_slots:
+            yield f"replica_transport={self.replica_transport!r} without replica slots: give replica_slots=1 or more"
+        if self.dispatch.num_sms != DispatchConfig.num_sms and self.dispatch.name not in ("deepep", "auto"):
+            yield f"num_sms={self.dispatch.num_sms} is DeepEP's alone: choose dispatch='deepep', or leave it out"
 
     def _of_listening(self) -> Iterator[str]:
         listen, token, wanted = self.listen, self.listen_token, 'give a port, as listen=8080, or "host:port"'

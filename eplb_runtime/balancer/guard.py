@@ -152,14 +152,14 @@ class Guard(LoopHooks):
         if what == "weights" and self._tensors.memory.why_freed():
             return Sample(what, problem, facts)
         dense = _whole(self._tensors.dense) if len(job.data_ranks) > 1 else {}
-        twins = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
-        twins = twins | (self._states(twins) if what == "weights" else {})
-        shared: list[Tensor | None] = [*dense.values(), *twins.values()]
+        of_edp = _whole(self._experts) if len(job.edp_ranks) > 1 and not job.divided_state else {}
+        of_edp = of_edp | (self._states(of_edp) if what == "weights" else {})
+        shared: list[Tensor | None] = [*dense.values(), *of_edp.values()]
         if what == "gradients":
             gradients = [None if one is None else one.grad for one in shared]
             shared = [one if one is not None and one.layout is torch.strided else None for one in gradients]
         sums = HostCopy(bit_sums(shared, self._runtime.device))
-        return Sample(what, problem, facts, (tuple(dense), tuple(twins)), sums)
+        return Sample(what, problem, facts, (tuple(dense), tuple(of_edp)), sums)
 
     def _states(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Optimizer state of experts, by name."""

@@ -32,7 +32,7 @@ logger = logging.getLogger("eplb_runtime")
 ACCOUNT_SECONDS = 10.0
 """A rank that has lost the others at attach waits so long for the one that says why."""
 _ECHOES = "gloo/", "gloo: ", "did not come", "not through in time", "does not answer", "given no answer", "timed out"
-_AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "parts", "twins", "migration")
+_AT_ATTACH = ("data", "dispatch", "counts", "expert_data", "shards", "edp_replicas", "migration")
 """Made at once: a rank that fails alone ends the waits of others in a group that is there, not in making one."""
 _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
@@ -163,9 +163,9 @@ class ProcessGroups:
     """The ranks of ``rows``: weights to replicas, gradients back."""
     expert_data: dist.ProcessGroup | None = _of("edp_sets", "expert data", several=True)
     """Ranks that hold the same experts; None: there is one."""
-    parts: dist.ProcessGroup | None = _of("part_sets", "parts", like="expert_data", several=True)
+    shards: dist.ProcessGroup | None = _of("shard_sets", "shards", like="expert_data", several=True)
     """Ranks that have the homes of this EP rank together; None: it is this one."""
-    twins: dist.ProcessGroup | None = _of("twin_sets", "twins", several=True)
+    edp_replicas: dist.ProcessGroup | None = _of("edp_replica_sets", "edp_replicas", several=True)
     """Ranks that have the same part of the homes of an EP rank; None: it is this one."""
 
     @cached_property

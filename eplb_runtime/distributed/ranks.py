@@ -139,9 +139,9 @@ class Job:
 
     edp_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(grid_HDR.shape[2], -1))
     """Ranks that hold the same experts."""
-    part_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
+    shard_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
     """Ranks that have the homes of one EP rank together: all of an EDP set, or as many as rows are divided over."""
-    twin_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 1, 0).reshape(-1, len(grid_HDR)))
+    edp_replica_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 1, 0).reshape(-1, len(grid_HDR)))
     """Ranks of an EDP set that have the same part of its homes: several where there are replicas of the model."""
     dp_groups = _sets(lambda grid_HDR: np.sort(grid_HDR.reshape(1, -1)))
     """Ranks that hold the same stages, ascending."""

@@ -56,7 +56,7 @@ def backends() -> tuple[Backend, ...]:
         nccl = f"version {version}, {torch.cuda.device_count()} devices"
     deep_ep, node_memory = deepep.why_not(), symmetric.why_not(torch.device("cuda"))
     purpose = "tokens and experts, if asked for (dispatch='deepep', transport='deepep')"
-    of_copies = "copies of experts inside a node, if asked for (copies_by='copy_engine')"
+    of_copies = "copies of experts inside a node, if asked for (replica_transport='copy_engine')"
     found = [
         Backend("gloo", gloo, "experts and tokens between CPUs" if gloo else "torch was built without it"),
         Backend("nccl", has_nccl and torch.cuda.is_available(), nccl),

@@ -47,7 +47,7 @@ def train_both_ways(rank: int) -> tuple[bool, int]:
     """Whether bits are those of torch, and how many bytes copy engines have carried."""
     use_the_doubles()
     one, other = (
-        spread(rank, Layout(4, slots=2, ranks_per_node=2), SCRIPTS, {"copies_by": way})
+        spread(rank, Layout(4, slots=2, ranks_per_node=2), SCRIPTS, {"replica_transport": way})
         for way in ("torch", "copy_engine")
     )
     equal = [
@@ -68,7 +68,9 @@ def lose_a_signal(rank: int, folder: Path) -> None:
     attach.NodeMemory = lambda node, device, _: NodeMemory(node, device, 2.0, package=double)
     model = make_model("gpt_oss").train()
     optimizer, start = torch.optim.AdamW(model.parameters()), with_replicas(8, 2, {0: 5, 1: 1})
-    balancer = training.attach(model, optimizer, replica_slots=1, copies_by="copy_engine", initial_placement=start)
+    balancer = training.attach(
+        model, optimizer, replica_slots=1, replica_transport="copy_engine", initial_placement=start
+    )
     if rank == 1:
         double.LOST.extend((0, channel) for channel in range(64))
     try:
@@ -89,7 +91,9 @@ def test_a_signal_that_does_not_come_is_an_error_and_no_wait_for_ever(tmp_path: 
 
 def attach_and_close() -> None:
     model = make_model("gpt_oss")
-    training.attach(model, torch.optim.AdamW(model.parameters()), replica_slots=1, copies_by="copy_engine").close()
+    training.attach(
+        model, torch.optim.AdamW(model.parameters()), replica_slots=1, replica_transport="copy_engine"
+    ).close()
 
 
 def refusals(rank: int) -> None:
@@ -102,12 +106,12 @@ def refusals(rank: int) -> None:
         ("node of its own", os, "environ", {**os.environ, "LOCAL_WORLD_SIZE": "1"}),
         ("did not arrive", double.SymmetricMemory, "get_remote_tensor", lambda *given: copied(*given).clone()),
     ]
-    assert_refused({"copies_by='copy_engine': ": attach_and_close, "not on cpu": attach_and_close})
+    assert_refused({"replica_transport='copy_engine': ": attach_and_close, "not on cpu": attach_and_close})
     use_the_doubles()
     for why, where, name, value in obstacles:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(where, name, value)
-            assert_refused({"copies_by='copy_engine': ": attach_and_close, why: attach_and_close})
+            assert_refused({"replica_transport='copy_engine': ": attach_and_close, why: attach_and_close})
     attach_and_close()
 
 

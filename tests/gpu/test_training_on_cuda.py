@@ -131,7 +131,9 @@ def test_training_by_copy_engines_is_what_it_is_by_nccl_to_the_bit_and_no_host_w
     if lacks := symmetric.why_not(DEVICE):
         pytest.skip(lacks)
     usual: dict[str, Any] = {"replica_slots": 1, "initial_placement": copied(2, {4: 5, 9: 1})}
-    ways = [({**usual, "copies_by": w}, EXPERTS, partial(refreshed, w == "torch")) for w in ("torch", "copy_engine")]
+    ways = [
+        ({**usual, "replica_transport": w}, EXPERTS, partial(refreshed, w == "torch")) for w in ("torch", "copy_engine")
+    ]
     for one, other in ranks_on_gpu(2, trained, ways):
         assert different(one, other) == []
 

@@ -23,8 +23,8 @@ from .shuffle import plan_by, plan_shuffle
 
 DEADLINE = 8.0
 """Seconds for which ranks wait for one that does not come: on a busy machine who comes may be late by some."""
-OF_DISPATCH = {"dispatch": "name", "dispatch_dtype": "dtype", "dispatch_sms": "sms"} | {
-    own.name: own.name for own in fields(DispatchConfig) if own.name not in ("name", "dtype", "sms")
+OF_DISPATCH = {"dispatch": "name", "dispatch_dtype": "dtype", "dispatch_sms": "num_sms"} | {
+    own.name: own.name for own in fields(DispatchConfig) if own.name not in ("name", "dtype", "num_sms")
 }
 OF_MIGRATION = [own.name for own in fields(MigrationConfig)]
 

@@ -140,7 +140,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"dispatch_sms": 24}, "dispatch='deepep'", {"dispatch": "deepep"}),
     ({"dispatch_sms": 24, "dispatch": "hierarchical"}, "or leave it out", {"dispatch": "auto"}),
     ({"overlap": True, "transport": "deepep"}, "between steps only", {"overlap": False}),
-    ({"copies_by": "copy_engine"}, "give replica_slots=1", {"replica_slots": 1}),
+    ({"replica_transport": "copy_engine"}, "give replica_slots=1", {"replica_slots": 1}),
     ({"combine_order": "by_rank"}, "choose another dispatch", {"dispatch": "hierarchical"}),
     ({"dispatch_dtype": "float8"}, "only 'deepep'", {"dispatch": "deepep"}),
     ({"low_latency_tokens": 64}, "they need", {"dispatch": "deepep", "combine_order": "by_rank"}),
@@ -162,7 +162,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"interval": "50"}, "interval='50': give a whole number"),
     ({"interval": True}, "interval=True: give a whole number"),
     ({"overlap": 1}, "overlap=1: give True or False"),
-    ({"copies_by": "deepep"}, "copies_by='deepep' is unknown; choose one of: torch, copy_engine"),
+    ({"replica_transport": "deepep"}, "replica_transport='deepep' is unknown; choose one of: torch, copy_engine"),
     ({"kernels": "yes"}, "kernels='yes': give True or False"),
     ({"timeout_seconds": "30"}, "timeout_seconds='30': give a number of seconds above 0"),
     ({"window": 2**70}, "below 2**60"),
@@ -218,7 +218,7 @@ def test_configs_are_copied_saved_and_read_again() -> None:
         replica_slots=1,
         overlap=True,
         rank_speed=(1.0, 0.5),
-        dispatch=DispatchConfig("deepep", combine_order="by_rank", sms=24),
+        dispatch=DispatchConfig("deepep", combine_order="by_rank", num_sms=24),
         migration=MigrationConfig(transport="auto", bytes_per_step=1000),
     )
     again = replace(replace(config, interval=7), interval=50)

@@ -108,7 +108,7 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
         if why := claim("DeepEP between nodes", group):
             raise ConfigError(
                 f"DeepEP carries between nodes by NVSHMEM: {why}; no buffer for two batches at once, for other "
-                "sms or another EP group"
+                "num_sms or another EP group"
             )
         rdma = max(config.get_rdma_buffer_size_hint(*asked) for config in (there, back))
     nvlink = max(config.get_nvl_buffer_size_hint(*asked) for config in (there, back))

@@ -384,9 +384,9 @@ def _transport_of_copies(asked: Checked, topology: Topology) -> PointToPoint:
     """Return what carries rows of replicas, or raise AttachError on all ranks. Collective over the job."""
     config, groups, device = asked.config, asked.groups, asked.device
     between = groups.replicas if config.replica_slots else groups.rows, groups.job.row_ranks
-    if config.copies_by == "torch":
+    if config.replica_transport == "torch":
         return PointToPoint(*between)
-    what, problem = "copies_by='copy_engine': ", ""
+    what, problem = "replica_transport='copy_engine': ", ""
     # What can be seen before ranks meet.
     why = "each rank has a node of its own" if topology.ranks_per_node == 1 else why_not(device)
     raise_on_all(groups, what + why if why else "")
@@ -419,6 +419,6 @@ def _local_experts(
         return LocalExperts(compute, live_weights, 1.0 if sliced and layer.live_weights is not None else divisor)
     of_layer: dict[str, Any] = {"layer": index, "bank": bank, "sync": maps.replicas}
     if bank.is_sliced:
-        of_layer |= {"group": made.groups.parts, "replica_group": made.groups.twins}
+        of_layer |= {"group": made.groups.shards, "replica_group": made.groups.edp_replicas}
         return ShardedReplicas(compute, live_weights, divisor, **of_layer)
     return PersistentReplicas(compute, lambda: bank.parameters, divisor, **of_layer)

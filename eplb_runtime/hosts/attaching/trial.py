@@ -108,7 +108,9 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
     """Return the same settings without replica slots and what only these use. An initial placement is for one number of
     replica slots, so it goes, too."""
-    without = replace(config, replica_slots=0, initial_placement=None, copies_by=BalancerConfig.copies_by)
+    without = replace(
+        config, replica_slots=0, initial_placement=None, replica_transport=BalancerConfig.replica_transport
+    )
     return without if config.replica_slots else config
 
 

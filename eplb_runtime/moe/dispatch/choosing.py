@@ -112,9 +112,9 @@ def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is
     if is_sharded:
         return "fully_shard gathers weights for one batch at a time: leave it out"
     there = torch.get_device_module(device).get_device_properties(device).multi_processor_count
-    if config.dispatch.name not in OVER_TORCH and 2 * config.dispatch.sms >= there:
+    if config.dispatch.name not in OVER_TORCH and 2 * config.dispatch.num_sms >= there:
         return (
-            f"the kernels of each take sms={config.dispatch.sms} multiprocessors while they wait for other "
-            f"ranks, and {device} has {there}: lower DispatchConfig.sms"
+            f"the kernels of each take num_sms={config.dispatch.num_sms} multiprocessors while they wait for other "
+            f"ranks, and {device} has {there}: lower DispatchConfig.num_sms"
         )
     return ""

@@ -200,7 +200,7 @@ class DeepEPDispatcher(Dispatcher):
 
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
-        config: ``combine_order``, ``sms``, ``dtype`` and ``low_latency_tokens`` are used here.
+        config: ``combine_order``, ``num_sms``, ``dtype`` and ``low_latency_tokens`` are used here.
         otherwise: carries what DeepEP refuses; None: an error.
 
     Raises:
@@ -211,9 +211,9 @@ class DeepEPDispatcher(Dispatcher):
         super().__init__(context)
         self.combine_order, self._otherwise = config.combine_order, otherwise
         self._by_rank, self._in_float8 = config.combine_order == "by_rank", config.dtype == "float8"
-        self._package, self._sms = deepep.imported(), config.sms
+        self._package, self._sms = deepep.imported(), config.num_sms
         self._between_nodes = self._num_ranks > deepep.RANKS_OF_A_NODE
-        self._package.Buffer.set_num_sms(config.sms)
+        self._package.Buffer.set_num_sms(config.num_sms)
         # They hold the number of multiprocessors: made after it was set.
         self._there, self._back = deepep.settings(self._package, self._num_ranks)
         self._buffers: dict[MicroBatchChannel, Any] = {}

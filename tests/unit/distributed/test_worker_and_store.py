@@ -111,14 +111,14 @@ def job(divided_rows: int) -> Job:
 def test_rows_lie_in_ep_groups_or_divided_on_all_ranks_of_a_stage_or_once_in_each_replica_of_the_model() -> None:
     assert job(0).row_sets == list(job(0).ep_sets)
     assert (job(0).row_ranks, job(0).row_rank, job(0).dp_shard_degree) == ((4, 5), 1, 1)
-    assert job(4).part_sets[0] == (0, 2, 4, 6) and all(len(twins) == 1 for twins in job(4).twin_sets)
+    assert job(4).shard_sets[0] == (0, 2, 4, 6) and all(len(ranks) == 1 for ranks in job(4).edp_replica_sets)
     assert job(4).row_sets == [(0, 2, 4, 6, 1, 3, 5, 7), (8, 10, 12, 14, 9, 11, 13, 15)]
     assert (job(4).row_rank, job(4).dp_shard_degree) == (6, 4)
     assert job(2).row_sets == [(0, 2, 1, 3), (4, 6, 5, 7), (8, 10, 9, 11), (12, 14, 13, 15)]
     assert (job(2).row_rank, job(2).dp_shard_degree) == (2, 2)
-    assert job(2).part_sets[:2] == [(0, 2), (4, 6)] and job(2).twin_sets[:2] == [(0, 4), (2, 6)]
+    assert job(2).shard_sets[:2] == [(0, 2), (4, 6)] and job(2).edp_replica_sets[:2] == [(0, 4), (2, 6)]
     assert job(1).row_sets == list(job(1).ep_sets)
-    assert job(0).part_sets[0] == (0, 2, 4, 6) and all(len(twins) == 1 for twins in job(0).twin_sets)
+    assert job(0).shard_sets[0] == (0, 2, 4, 6) and all(len(ranks) == 1 for ranks in job(0).edp_replica_sets)
 
 
 def test_divided_state_travels_among_all_ranks_of_a_stage() -> None:

@@ -106,7 +106,7 @@ def test_the_cache_of_compiled_code_is_found(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize(
-    "of_replicas", [{}, {"copies_by": "copy_engine"}, {"initial_placement": "placement.json"}], ids=str
+    "of_replicas", [{}, {"replica_transport": "copy_engine"}, {"initial_placement": "placement.json"}], ids=str
 )
 def test_runs_without_replicas_leave_out_what_is_of_use_to_replicas_alone(of_replicas: dict) -> None:
     config = config_from_settings({"interval": 7, "replica_slots": 1, **of_replicas})

@@ -183,6 +183,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"low_latency_tokens={tokens}: give a multiple of 4 up to 508"):
             BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="by_rank", low_latency_tokens=tokens))
     with pytest.raises(ConfigError, match="even"):
-        BalancerConfig(dispatch=DispatchConfig(sms=7))
+        BalancerConfig(dispatch=DispatchConfig(num_sms=7))
     with pytest.raises(ConfigError, match="combine_order='both' is unknown"):
         BalancerConfig(dispatch=DispatchConfig("deepep", combine_order="both"))  # type: ignore[arg-type]
