@@ -481,7 +481,7 @@ class Balancer:
         self.rebalancer.place(target)
 
     def begin_export(self, what: str, timeout_seconds: float | None) -> float:
-        """Wait until all ranks are here; returns the seconds that they wait for each other from here on."""
+        """Return the timeout, or its default. Waits that long for all ranks, and ends the migration in flight."""
         self._enter(what)
         seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
         self.runtime.barrier(what, seconds)

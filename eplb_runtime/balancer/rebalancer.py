@@ -485,8 +485,8 @@ class Rebalancer(LoopHooks):
         return self._placement is not before
 
     def commit_in_flight(self) -> bool:
-        """Commit what is in flight, between steps: a migration during steps goes no further without them. On every
-        rank. Returns whether the placement has changed since the last boundary."""
+        """Return whether the placement has changed since the last boundary. Ends the migration in flight and commits
+        its rest at once; the rest is dropped while nothing may move (`quiesced`, reconnecting). On every rank."""
         before, goes_on = self._placement, self.overlapped.in_flight and not self.quiesced
         self.drain()
         goes_on = goes_on and not self.control.reconnecting

@@ -36,11 +36,10 @@ class StructureError(RuntimeError):
 
 
 def divisors_of(job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> tuple[float, float]:
-    """Return divisors of gradients of whole experts: where a layer computes with them, and at every gradient that
-    reaches a parameter. `distributed.ranks.Job.gradient_divisor` is their product times the ranks over which means are
-    taken. ``by_host``: it is not seen which gradient comes from where; ``host_sums``: nor has it to be, since the host
-    sums them; ``dense_is_sharded``: each rank has a part of the other parameters, and gets its gradient past the sums
-    over ranks."""
+    """Return what gradients of whole experts are divided by: inside each layer, and when they reach a parameter. Their
+    product, times the ranks over which means are taken, is `distributed.ranks.Job.gradient_divisor`. ``by_host``: the
+    host dispatches, so layers divide by 1. ``host_sums``: it sums over ranks too, so both are 1; read with ``by_host``
+    alone. ``dense_is_sharded``: other parameters are DTensors, so layers divide by the whole product."""
     divisor, owners = job.gradient_divisor, len(job.edp_ranks)
     if by_host:
         return 1, 1 if host_sums else divisor / owners
@@ -153,7 +152,7 @@ class ModelTensors:
         return found or (self.sliced and replicas is not None and replicas.holds_gradients())
 
     def train(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Note an optimizer that is about to be hooked; ``outside``: its parameters outside the model, by name."""
+        """Take in an optimizer: its state of experts moves along. ``outside``: its parameters that no model has."""
         self.optimizers.append(optimizer)
         self._runtime.registry.stepped_by(optimizer)
         self.train_outside(outside)

@@ -167,7 +167,7 @@ class LogicalView:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all optimizers."""
+        """Return the parameter groups of all optimizers, in one list."""
         return [group for one in self.optimizers for group in one.param_groups]
 
     @property
@@ -275,8 +275,8 @@ def warn_of_left_out(line: str, left: Iterable[str]) -> None:
 
 
 def why_merged(model: nn.Module) -> str:
-    """Name a module whose weights are not what their names say, because adapters are added to them (PEFT's
-    ``merged_adapters``); empty: there is none."""
+    """Say that adapters are merged into a module's weights (PEFT's ``merged_adapters``), and what to do; empty: into
+    none."""
     for name, module in model.named_modules():
         if getattr(module, "merged_adapters", None):
             return f"adapters are merged into {name}, and are kept, too: unmerge_adapter() first"

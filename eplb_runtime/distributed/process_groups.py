@@ -330,7 +330,7 @@ def _harmless_watchdog() -> Any:
 
 
 def forget_group(group: dist.ProcessGroup) -> None:
-    """Let torch's functions not know it any more; with the last reference its threads and connections go."""
+    """Take a group out of torch's tables. Its threads and connections end with the last reference to it."""
     known = dist.distributed_c10d._world
     if known.pg_map.pop(group, None) is not None:
         torch._C._distributed_c10d._unregister_process_group(group.group_name)

@@ -352,7 +352,7 @@ class MigrationEngine:
                 self._registry.mark_gradients_stale(layer)
 
     def finish(self, posted: PostedRound) -> None:
-        """Make everything else follow the placement after a round; all its layers are committed."""
+        """Switch routing and replicas to a round's placement, after `commit` of all its layers."""
         with self.unfailing():
             with self._timed("maps"):
                 posted.take_over()

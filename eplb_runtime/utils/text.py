@@ -22,7 +22,7 @@ def one_line(error: BaseException, *, with_type: bool = False) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 expert``, ``4 experts``."""
+    """Return ``1 expert`` or ``4 experts``: the plural is the noun and an s."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 

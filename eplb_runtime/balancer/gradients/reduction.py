@@ -134,7 +134,7 @@ class Gradients(LoopHooks):
 
     @torch.no_grad()
     def clip(self, max_norm: float, parameters: Iterable[Tensor] | None, norm_type: float) -> Tensor:
-        """`Balancer.clip_grad_norm_`; the norm is float64."""
+        """Return the norm before, float64. Reduces gradients, then scales them; see `Balancer.clip_grad_norm_`."""
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type}: give a number above 0, or math.inf")
         chosen = None if parameters is None else self._chosen(parameters)

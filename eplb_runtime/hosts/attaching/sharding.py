@@ -78,7 +78,7 @@ def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Mo
 
 
 def make_parameters(model: nn.Module, device: torch.device) -> None:
-    """Give memory to all meta parameters; they stay the same objects, for the optimizer and for ties."""
+    """Fill meta parameters with NaN (integers: zeros) on ``device``. They stay the same objects, for ties."""
     for parameter in model.parameters():
         if parameter.is_meta:
             _swap(parameter, blank(parameter.shape, parameter.dtype, device))

@@ -367,11 +367,11 @@ class TrialRun(LoopHooks):
 
 
 def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor | None]) -> list[Tensor]:
-    """Return tensors with memory of their own that have the shape of this rank's experts, or, as vectors, as many
-    elements as these or the modules that have them.
+    """Return tensors of this process that may hold experts and are none of those known: not of the models, the registry
+    or ``owned``. They have the shape of an expert parameter, or are vectors of as many elements as experts have.
 
     Args:
-        owned: further tensors that are registered, or no experts.
+        owned: further tensors that are known.
     """
     gc.collect()
     gc.unfreeze()  # else what was frozen is not among them

@@ -167,7 +167,7 @@ class MicroBatchChannels:
         self.second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
-        """Return this thread's channel. A device's backward passes run on threads of torch's, and go the second way."""
+        """Return ``second`` inside a backward pass or on the second batch's thread, if it is open; else ``first``."""
         if self.second is None:
             return self.first
         return self.second if in_backward() or threading.get_ident() == self._second_thread else self.first

@@ -95,7 +95,7 @@ class Arriving(NamedTuple):
 def leaving(
     slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
-    """Return which row goes where, without a host sync. ``dedup``: a token goes once to each rank."""
+    """Return what to send where, without a host sync. ``dedup``: a token once to each rank. ``tag``: sent along."""
     slots_N, device, num_slots = slots_TK.reshape(-1), slots_TK.device, num_ranks * slots_per_rank
     # The slots of this rank come first, so that what stays here lies in one piece and what leaves in another, by rank.
     place_P = _places_of_slots(rank * slots_per_rank, slots_per_rank, num_slots, device)

@@ -173,7 +173,7 @@ def rearranged(
 
 
 def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> Tensor:
-    """Fill ``out`` with rows of this rank from ``first`` on; slices come from the EDP ranks (collective over them)."""
+    """Return ``out``, filled with this rank's rows from ``first`` on. Of slices: collective over the EDP ranks."""
     here = local(rows)[first : first + out.shape[0]].detach()
     if not is_sliced(rows) or groups.expert_data is None or groups.job.divided_rows:
         return out.copy_(here)
