@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,7 @@ FACTS = (
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""
 _SKIPS = "let every rank make each step (eplb.GradScaler(balancer), not torch's; as many batches; nothing stuck)"
+_POLL_SECONDS = 0.02
 _TEXTS = 4
 """Facts ahead of those about tensors."""
 _ELEMENTS = 1024
@@ -101,6 +104,7 @@ class Guard(LoopHooks):
         self._runtime, self._groups, self._mode = runtime, runtime.groups, runtime.config.guard
         self._experts = runtime.parameters
         self._tensors, self._loop, self._events, self._run = loop.tensors, loop, events, run
+        self._comparisons = 0
         self._snapshots: list[Snapshot] = []
         self._skipped: set[int] = set()
         self._steps, self.complete_steps = 0, FIRST_STEPS
@@ -251,15 +255,22 @@ class Guard(LoopHooks):
 
     def _compare(self, sample: Sample, where: str) -> None:
         """Compare over the job; raise or warn. Collective."""
-        finding, all_came = "", False
+        self._comparisons += 1
+        groups, name = self._groups, f"guard/{self._comparisons}"
+        deadline = time.monotonic() + groups.timeout_seconds
         try:
-            self._runtime.barrier(where)
-            all_came = True
+            groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
             finding = self._run(lambda group, _: self.compare(sample, group))
         except RuntimeError as error:
-            if not all_came and not isinstance(error, StoreError):  # a silent store says nothing of ranks
-                finding = f"{_SKIPS}: {error}"
-            logger.info("the ranks could not compare their facts at %s: %s", where, error)
+            missing = list(groups.job.ranks)
+            with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
+                while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
+                    if time.monotonic() > deadline:
+                        who = ", ".join(map(str, missing[:MOST_NAMED]))
+                        limit = f"within {groups.timeout_seconds:g} s, which is collective"
+                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
+                    time.sleep(_POLL_SECONDS)
+            return logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self.report(finding)
 
 
