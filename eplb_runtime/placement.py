@@ -408,6 +408,6 @@ def _read_only(array: NDArray[np.int32]) -> IntArray:
 
 
 def uneven(num_experts: int, num_ranks: int) -> str:
-    """What is said where ranks do not divide the experts."""
+    """Return the refusal of ranks that do not divide the experts."""
     sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
     return f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: EP sizes are {', '.join(sizes)}"

@@ -85,7 +85,7 @@ def weights_of(model: nn.Module, first_layer: int) -> list[Weight]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is made at once: all that a `Weight` becomes, or what one expert of it becomes.
+    """Tensors that are made at once: all that a `Weight` becomes, or what one expert of it becomes.
 
     Args:
         made: tensors as they leave, by name.

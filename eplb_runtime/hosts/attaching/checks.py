@@ -384,7 +384,7 @@ def rollback(groups: ProcessGroups) -> Iterator[ExitStack]:
 
 @dataclass(frozen=True)
 class LayerTest:
-    """What a test of a layer found."""
+    """Findings of a test of a layer."""
 
     problem: str = ""  # how it computes otherwise than what replaces it, with the layer's name
     draws: bool = False  # whether its experts draw random numbers in training

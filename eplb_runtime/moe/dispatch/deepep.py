@@ -38,7 +38,7 @@ _SUMMED_BYTES = 512
 SCALED_COLUMNS, _SCALES = 128, 4
 """Columns that share a scale, and scales of a row that are copied at once."""
 _LARGEST, _SMALLEST_AMAX = torch.finfo(FLOAT8).max, 1e-4
-"""As in DeepEP's own casts: a scale is never zero."""
+"""Least value that a scale is made of, as in DeepEP's own casts: a scale is never zero."""
 WIDTHS, MOST_TOP_K = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192), 11
 """Hidden sizes that low-latency kernels are built for (csrc/kernels/launch.cuh, SWITCH_HIDDEN), and choices of a token
 that they take (csrc/kernels/internode_ll.cu, kNumMaxTopK)."""

@@ -388,7 +388,7 @@ class Shard:
 
 
 _Part = tuple[ExpertTensor, Tensor, tuple[Tensor, ...]]
-"""What becomes a shard: tensor, memory and copies."""
+"""Tensor, memory and copies that become a shard."""
 
 
 @dataclass(frozen=True, eq=False)
