@@ -408,8 +408,10 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
     environment = {**launcher_environment(), _STARTED: trial.folder}
     set_trial(trial, environment)
     sys.stderr.flush()
-    job = subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     try:
+        job = subprocess.Popen(
+            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+        )
         while not ended:
             ended = job.poll() is not None or time.monotonic() > last_look
             if (reached := (run := Run.of(folder)).length) > shown:
@@ -419,8 +421,9 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
                 last_look = min(last_look, time.monotonic() + _END_SECONDS)
             time.sleep(0 if ended else _LOOK_SECONDS)
     finally:
-        end(job, folder)
-    failed = job.returncode and run.length < trial.steps  # else what starts ranks has missed what they would do then
+        end(folder)
+    job.kill()  # it may have written over its environment
+    failed = job.wait() and run.length < trial.steps  # else what starts ranks has missed what they would do then
     return replace(run, failure=f"exit status {job.returncode}, its output says why" if failed else "")
 
 
@@ -433,14 +436,13 @@ def started(folder: Path) -> list[int]:
     return found
 
 
-def end(job: subprocess.Popen[bytes], folder: Path) -> None:
-    """End a job with all that it has started: it has nothing to save."""
-    job.kill()
-    job.wait()
+def end(folder: Path) -> None:
+    """End all that a job with records in a folder has started: it has nothing to save."""
     while left := started(folder):
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def verify(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from support.training import config_from_settings
@@ -138,8 +140,21 @@ def test_a_job_is_ended_whether_it_listens_or_not(tmp_path: Path) -> None:
     environment = {**os.environ, verification._STARTED: str(tmp_path)}
     job = subprocess.Popen(command, start_new_session=True, env=environment, stdout=subprocess.PIPE)
     assert job.stdout is not None and job.stdout.readline() and len(verification.started(tmp_path)) == 2
-    verification.end(job, tmp_path)
-    assert job.returncode is not None and not verification.started(tmp_path)
+    verification.end(tmp_path)
+    assert job.wait() == -signal.SIGKILL and not verification.started(tmp_path)
+
+
+def test_a_job_that_is_interrupted_while_it_starts_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, start = [], subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        jobs.append(start(*arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        verification._run(["sleep", "600"], Trial("fixed", 3, str(tmp_path)), "fixed")
+    assert jobs[0].wait(60) == -signal.SIGKILL
 
 
 def test_a_report_is_valid_json_whatever_its_numbers_are() -> None:
