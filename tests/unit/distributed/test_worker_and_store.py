@@ -1,7 +1,5 @@
 """Waits that end: work on a thread of ours, and words in the launcher's store."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator
