@@ -6,8 +6,6 @@ Choices are logical ids or slots, int32 or int64; one that there is not ends the
 plain torch would.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
