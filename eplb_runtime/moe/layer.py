@@ -134,8 +134,8 @@ class ExpertParallelLayer(CountedLayer):
 
     @torch.compiler.disable
     def see(self, topk_ids_TK: Tensor, columns: int, top_k: int) -> None:
-        """Begin a forward of the host's own module, in which nothing is dispatched: check the ids, call ``before`` and
-        count the load. A repeated forward does nothing. ``columns``: of the hidden states; ``top_k`` is not used."""
+        """Begin a forward of the host's own module, in which nothing is dispatched: check the ids, call ``before``,
+        count the forward and its load. If it is repeated, do nothing. ``columns``: width of the hidden states."""
         if not in_recompute():
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
 
@@ -212,9 +212,9 @@ class HostDispatchedLayer(CountedLayer):
     @torch.compiler.disable
     def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:
         """Begin a forward of a host that itself carries rows to their slots, and return the epoch. Set the forward's
-        tag; unless the forward is repeated, call ``before`` and count the load (in evaluation if
-        ``counts_in_evaluation``). ``chosen``: ids or bools, as `LoadCounter.count` takes them. ``real_T``: False for
-        padding; None: no padding."""
+        tag; unless the forward is repeated, call ``before``, count the forward and (in evaluation if
+        ``counts_in_evaluation``) its load. ``chosen``: ids or bools, as `LoadCounter.count` takes them. ``real_T``:
+        False for padding; None: no padding."""
         epoch = self._enter()
         if not in_recompute():
             self.before(self.index)

@@ -145,7 +145,7 @@ class NodeMemory:
         raise RuntimeError("these rows are outside the memory that the node's ranks share")
 
     def put(self, peer: int, channel: int) -> None:
-        """Queue a signal to a peer on the current stream, which waits there until the peer has taken the last one."""
+        """Queue a signal on the current stream, which waits there until the peer has taken the channel's last one."""
         self._handles[0].put_signal(peer, channel, self._timeout_ms)
 
     def wait(self, peer: int, channel: int) -> None:
