@@ -174,7 +174,7 @@ class ModelTensors:
         """Check a tensor, and register it to move with the experts of a parameter, as `Balancer.register` says."""
         layers, device = self._runtime.layer_of_parameter, self._runtime.device
         if parameter not in layers:
-            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+            raise RegistryError(f"{str(parameter)[:80]!r} is no key of balancer.layer_of_parameter")
         if tensor.device != device or tensor.requires_grad:
             raise RegistryError(
                 f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
