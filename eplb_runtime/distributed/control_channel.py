@@ -13,8 +13,6 @@ store under ``connections/N/``, N the attempt. A rank whose connections are whol
 An attempt in vain, or whose boundary has passed, is followed by the next; after `MOST_TRIES` a warning says so.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait

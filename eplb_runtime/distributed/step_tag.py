@@ -1,8 +1,6 @@
 """The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
 Where the tags of ranks differ, all raise at once and say which rank is in which forward."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """The contract of transports: they post messages and return a `Pending` to poll, wait for or abort. Parts that several
 share: a stream next to the training one, and waits with a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from abc import ABC, abstractmethod

@@ -8,8 +8,6 @@ A buffer cannot be taken down by one rank (its end waits for all ranks on their 
 experts go through the same one. Nothing of the package is imported unless asked for.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import time

@@ -3,8 +3,6 @@
 Rows of replicas lie in it, and windows of messages, which copy engines write. All ranks make the same blocks in order.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence
