@@ -172,8 +172,7 @@ class Overlapped:
 
     def before_layer(self, layer: int) -> None:
         """Commit a layer's rounds for which all ranks have voted, as its forward begins. Waits up to each round's
-        ``patience``, then refuses it as late. Lets ranks vote, if nothing has yet. On every rank that holds the
-        layer."""
+        ``patience``, then refuses it as late. On every rank that holds the layer."""
         if self._flights:
             with self._training_waits():  # two batches may run at once
                 self._open_gate()
