@@ -1,8 +1,6 @@
 """One expert-parallel MoE layer: count -> slots -> plan -> dispatch -> compute -> combine, for experts of any
 framework; or count and slots alone, where the framework does the rest."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,17 +117,19 @@ class ExpertParallelLayer(CountedLayer):
                 route = self._slots(topk_ids_TK, *found) if metadata is None else None
             dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
             begin = self.expert_clock.mark() if self.expert_clock.on and training else None
-            with phase("dispatch", "F", index, epoch):
-                metadata = metadata if route is None else dispatcher.plan(*route)
-                dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
-            with phase("compute", "F", index, epoch), self._one_at_a_time:
-                out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
-            with phase("combine", "F", index, epoch):
-                learns, given = torch.is_grad_enabled() and out_MD.requires_grad, (topk_ids_TK, dispatched.metadata)
-                in_flight = None if repeated else self._in_flight.track(*given, learns, training)
-                combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
-            if begin is not None:
-                self.expert_clock.forward_ends(begin)
+            try:
+                with phase("dispatch", "F", index, epoch):
+                    metadata = metadata if route is None else dispatcher.plan(*route)
+                    dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
+                with phase("compute", "F", index, epoch), self._one_at_a_time:
+                    out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
+                with phase("combine", "F", index, epoch):
+                    learns, given = torch.is_grad_enabled() and out_MD.requires_grad, (topk_ids_TK, dispatched.metadata)
+                    in_flight = None if repeated else self._in_flight.track(*given, learns, training)
+                    combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
+            finally:  # a repeated forward is left as soon as what backward needs is there
+                if begin is not None:
+                    self.expert_clock.forward_ends(begin)
             return combined_TD
 
     @torch.compiler.disable
