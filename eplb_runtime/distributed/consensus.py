@@ -11,8 +11,6 @@ it is bound, until it hears of another's no: it may propose a word, but acts on 
 takes to hear. `tests/unit/distributed/test_ballot.py` explores all that can happen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -13,8 +13,6 @@ store under ``connections/N/``, N the attempt. A rank whose connections are whol
 An attempt in vain, or whose boundary has passed, is followed by the next; after `MOST_TRIES` a warning says so.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -120,14 +118,14 @@ class ControlChannel:
             self.submit(lambda _, agreement: notice(agreement))
 
     def begin_reconnecting(self) -> None:
-        """Set ``reconnecting``, zero ``tries``, and close the broken connections; `reconnect` makes others later."""
+        """Set ``reconnecting``, zero ``tries``, and close the broken connections; nothing while it is set already."""
         if not self.reconnecting:
             self.reconnecting, self.tries = True, 0
             self._groups.close_connections()
 
     def reconnect(self, boundary: int) -> Transport | None:
-        """Try to connect again at the end of a step. If all ranks meet at this ``boundary``, replace the groups by new
-        ones, and return a transport on them; else None. `ProcessGroups.release_unused` ends the old groups later."""
+        """Try to connect again at the end of a step. If all ranks meet at this ``boundary``, switch to new groups,
+        clear ``reconnecting``, and return a transport; else None. `ProcessGroups.release_unused` ends old groups."""
         if not self.reconnecting or self.tries > MOST_TRIES:
             return None
         try:

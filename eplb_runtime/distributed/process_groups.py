@@ -280,7 +280,7 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Make a gloo or NCCL group of these ranks, enter it in torch's tables, and return it. Each rank calls this with
     the same new name, in any order with other calls. ``making``: most time for that. ``calls``: most time for a call,
-    after which NCCL's watchdog ends the process. None: gloo's calls take ``making`` at most; NCCL's have no limit."""
+    after which NCCL's watchdog ends the process. None: gloo's calls have ``making``; NCCL's watchdog does nothing."""
     place = list(ranks).index(rank)
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))

@@ -1,8 +1,6 @@
 """The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
 Where the tags of ranks differ, all raise at once and say which rank is in which forward."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 
@@ -36,7 +34,7 @@ class ForwardTag(threading.local):
         return bool(self.value >> 1 & 1)
 
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:
-        """Set this thread's ``value`` and ``place`` for a forward of a layer, with or without gradients."""
+        """Set this thread's ``value`` (layer, step, mode, top-k, gradients on or off) and ``place`` (layer, epoch)."""
         tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self.value, self.place = tag, (layer, epoch)
 

@@ -1,13 +1,12 @@
 """The launcher's store as a job uses it: names that no other job, attach or life of this one has, answers in time."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -18,6 +17,9 @@ T = TypeVar("T")
 
 SETUP_SECONDS = 120.0
 """For each step of setting up, or the balancer's own timeout where that is longer: a busy machine may be slow."""
+
+_SPARE: WeakKeyDictionary[dist.Store, list[dist.Store]] = WeakKeyDictionary()
+"""Connections that were given back: making one takes seconds now and then."""
 
 
 class StoreError(RuntimeError):
@@ -83,7 +85,7 @@ class JobStore:
     def close(self) -> None:
         """Drop the connection and end the thread. Waits for it up to the timeout, but not where the store is silent."""
         if not self._worker.closed:
-            self._worker.submit(self._disconnect)
+            self._worker.submit(self._give_back)
             self._worker.close(0.0 if self.silent else self._seconds)
 
     def _ask(self, question: Callable[[dist.Store], T], extra_seconds: float = 0.0) -> T:
@@ -98,16 +100,23 @@ class JobStore:
             raise StoreError(f"the launcher's store does not answer: {error}") from error
 
     def _answer(self, question: Callable[[dist.Store], T]) -> T:
-        """Ask on the thread, over a new connection if there is none; a failure leaves none."""
+        """Ask on the thread, over a connection that was given back or a new one; a failure leaves none."""
+        spare = _SPARE.setdefault(self._source, [])
+        while self._connection is None and spare:
+            with contextlib.suppress(RuntimeError):  # it was cut meanwhile
+                (known := spare.pop()).check([self._prefix])
+                self._connection = known
         if self._connection is None:
-            self._connection = dist.PrefixStore(self._prefix, self._source.clone())  # type: ignore[attr-defined]
+            self._connection = self._source.clone()  # type: ignore[attr-defined]
         try:
-            return question(self._connection)
+            return question(dist.PrefixStore(self._prefix, self._connection))
         except Exception:
-            self._disconnect()
+            self._connection = None
             raise
 
-    def _disconnect(self) -> None:
+    def _give_back(self) -> None:
+        if self._connection is not None:
+            _SPARE[self._source].append(self._connection)
         self._connection = None
 
 

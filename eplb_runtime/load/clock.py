@@ -42,7 +42,7 @@ class StepClock:
     _has_begun: bool = False
 
     def tick(self) -> None:
-        """End a step. From the second call on, smooth its seconds, less excluded ones, into ``step_seconds``."""
+        """End a step: update the moving average ``step_seconds`` by the time since the last call, less exclusions."""
         now = time.perf_counter()
         if self._last is not None:
             seconds = now - self._last - self._excluded
@@ -63,11 +63,11 @@ class StepClock:
         return Progress(step, self.step_seconds, 0.0 if last is None else time.perf_counter() - last)
 
     def exclude(self, seconds: float) -> None:
-        """Leave a pause of so many seconds out of the running step, which `tick` ends."""
+        """Leave a pause of ``seconds`` out of the running step, which `tick` ends."""
         self._excluded += seconds
 
     def stalled(self, seconds: float) -> None:
-        """Smooth into ``stall_seconds`` what a migration took on top of carrying, checking and copying experts."""
+        """Update the moving average ``stall_seconds`` by what a migration took beyond carrying and copying experts."""
         self.stall_seconds += STALL_WEIGHT * (seconds - self.stall_seconds)
 
 
@@ -142,7 +142,7 @@ class ExpertClock:
         self.steps: list[SampledStep] = []
 
     def begin_step(self) -> None:
-        """Set ``on`` and begin a sample of a step, replacing a running one. Not while a CUDA graph is captured."""
+        """Set ``on`` and begin a sample of a step, dropping one that is running; nothing in CUDA graph capture."""
         self._backwards.clear()
         begin = self.mark()
         if begin is not None:
@@ -168,7 +168,7 @@ class ExpertClock:
         return taken
 
     def mark(self) -> Mark | None:
-        """Return seconds of the host's clock (CPU) or an event recorded now (GPU). None: a CUDA graph is captured."""
+        """Return the host's clock in seconds; on a GPU an event recorded now, or None in CUDA graph capture."""
         if self._device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -184,7 +184,7 @@ class ExpertClock:
             self._step.spans.append((begin, end))
 
     def backward_begins(self, metadata: object) -> None:
-        """Mark the begin of a layer's backward pass, under the ``id`` of ``metadata``, for `backward_ends`."""
+        """Store a mark of now, the begin of a layer's backward pass, under ``id(metadata)`` for `backward_ends`."""
         begin = self.mark()
         if begin is not None:
             self._backwards[id(metadata)] = begin

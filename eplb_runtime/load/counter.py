@@ -91,7 +91,7 @@ class LoadCounter:
         return buckets
 
     def resume(self, buckets: Tensor, steps: int) -> None:
-        """Replace the history by buckets of another run, of ``steps`` steps. ValueError: they do not fit; it stays."""
+        """Replace the history by buckets of another run, of ``steps`` steps. ValueError: they do not fit; no change."""
         before, self.open_steps = self.open_steps, steps
         if len(buckets) != self.buckets or len(buckets) > len(self._buckets):
             self.open_steps = before
@@ -133,7 +133,7 @@ def saved_load(
     history: Sequence[NDArray[np.int64]], counter: LoadCounter, summed: Callable[[Tensor], NDArray[np.int64]]
 ) -> dict[str, Any]:
     """Return the history (arrays ``[L, E]``) and a copy of the counter's buckets as a JSON-able dict. ``summed`` adds
-    the buckets up over ranks; where it raises RuntimeError they are left out, which is logged."""
+    the buckets up over ranks; if it raises RuntimeError, buckets are left out, and a warning is logged."""
     state: dict[str, Any] = {"steps_per_bucket": counter.steps_per_bucket}
     if history:
         state["history"] = encode(np.stack(history))

@@ -70,7 +70,7 @@ def first_line(num_layers: int, num_experts: int, job: RecordedJob | None = None
 
 
 def line_of(load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> dict[str, Any]:
-    """Return the line, a dict, of windows ``[T, L, E]``, oldest first, of ``steps`` training steps each."""
+    """Return a line as a dict: windows ``[T, L, E]``, oldest first, ``steps`` training steps of each, and ``job``."""
     return {"steps": steps, **_entry(job), **encode(load_TLE)}
 
 
@@ -86,9 +86,9 @@ def shape_recorded(folder: Path) -> tuple[int, int] | None:
 
 
 def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob]:
-    """Return all windows of a run, int64 ``[T, L, E]``, oldest first; the training steps of each; and what lines of the
-    newest start with windows say of the job (seconds and imbalance: medians). A line that a crash cut off is left out.
-    FileError: no window, more than 8 GiB, or a line of another format."""
+    """Return all windows of a run, int64 ``[T, L, E]``, oldest first; the training steps of each; and the job by the
+    newest start that has windows (seconds and imbalance: medians over its lines). A line that a crash cut off is left
+    out. FileError: no window, more than 8 GiB, or a line of another format."""
     require_readable(folder / NAME, MOST_BYTES)
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
@@ -132,7 +132,7 @@ def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
 
 
 def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> NDArray[np.int64]:
-    """Return the newest ``most_windows``, at most, of what `encode` got. ValueError: damaged, or another L or E."""
+    """Return the newest ``most_windows``, at most, that `encode` was given. ValueError: damaged, or another L or E."""
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)

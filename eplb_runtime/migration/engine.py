@@ -201,7 +201,7 @@ class MigrationEngine:
     def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> MigrationProgress:
         """Move experts from ``current`` to ``target``, round by round, while training waits. Returns the progress: a
         round that some rank refuses ends the migration. MigrationBroken: this rank failed after an agreement.
-        Collective.
+        Collective, between two steps.
 
         Args:
             key: names this migration's decisions.
@@ -297,7 +297,7 @@ class MigrationEngine:
         return posted
 
     def has_arrived(self, posted: PostedRound) -> bool:
-        """Return whether `arrive` would not wait for bytes. Never raises: a failure is noted in ``posted``."""
+        """Return whether `arrive` would not wait for bytes; a failure is noted in ``posted``, not raised: True."""
         with _noting_problems(posted):
             return posted.exchange.pending is None or bool(posted.problem) or posted.exchange.pending.poll()
         return True

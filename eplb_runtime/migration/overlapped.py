@@ -135,8 +135,8 @@ class Overlapped:
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
         """End the rounds of the step that is over (`withdraw`), post those of the next (``hold_back``: none), and
-        return what was committed. If the migration ends, wait for the thread. On every rank, after each step but
-        `begin`'s."""
+        return what was committed. If that ends the migration, wait for the thread. On every rank, at the end of each
+        step after that of `begin`."""
         with self._training_waits():
             self.withdraw()
             progress = self._close_rounds() if self._flights else self._open_rounds()
@@ -488,6 +488,6 @@ def next_rounds(
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """Return about 64 elements of a tensor, copied, as bytes: they show writes through ``.data``, without a version."""
+    """Return a copy of about 64 elements of a tensor, as uint8. It shows writes that ``_version`` does not count."""
     flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)

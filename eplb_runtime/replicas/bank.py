@@ -92,7 +92,7 @@ class ReplicaBank:
     def collect(self, gradients: Sequence[Tensor | None], hold: bool, backward: int) -> None:
         """Add gradients of replicas (None: zero) to those that are held back here. ``hold``: hold the sum back and set
         ``unsent``; else put it into the shared `gradient_rows` and clear ``unsent``. A new ``backward`` (id of the
-        pass) drops what is held back if the home's ``.grad`` is None or zero. RuntimeError: it was rewritten."""
+        pass) drops what is held back if the home's ``.grad`` is None or zero; else RuntimeError if it was rewritten."""
         if hold and not self._held:
             self._held = [torch.zeros_like(rows) for rows in self._leaving]
         for number, position in enumerate(self._trained):
@@ -122,7 +122,7 @@ class ReplicaBank:
         self._noted_after_pass = after_pass
 
     def holds_gradients(self) -> bool:
-        """Return whether gradients are held back here and a home has its ``.grad``. RuntimeError: as `collect`."""
+        """Return whether gradients are held here whose home's ``.grad`` is not cleared. RuntimeError: rewritten."""
         return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
 
     def free(self) -> int:

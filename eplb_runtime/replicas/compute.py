@@ -40,7 +40,7 @@ class PersistentReplicas(LocalExperts):
         return self._bank.slots
 
     def collect(self, gradients: Sequence[Tensor], edges: Edges) -> Sequence[Tensor | None]:
-        """Return the homes' ``gradients``, divided by the divisor; hand the replicas' ones to `ReplicaSync.collect`."""
+        """Return the gradients of home rows, over the divisor; pass those of replicas to `ReplicaSync.collect`."""
         homes = self._bank.homes_per_rank
         self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients], edges)
         at_homes = [gradient[:homes] for gradient in gradients]

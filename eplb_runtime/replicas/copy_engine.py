@@ -100,7 +100,7 @@ class _Exchange:
     over: bool = False
 
     def wait(self) -> None:
-        """End the stages of its queue up to this one, in order: the current stream waits for their rows."""
+        """Make the current stream wait for the rows of this stage and of all stages that were posted before it."""
         while not self.over:
             self.queue.end_first()
 

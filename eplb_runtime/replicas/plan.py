@@ -39,7 +39,7 @@ class Waiting(Protocol):
     """Rows on their way."""
 
     def wait(self) -> object:
-        """Wait until rows have arrived and rows that leave may be overwritten; on a GPU the current stream waits."""
+        """Wait, on a GPU in the current stream alone, until rows have arrived and those sent may be overwritten."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class PointToPoint:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def open(self) -> None:
-        """Do nothing here. A transport whose ranks reach the memory of `zeros` directly opens it; collective."""
+        """Do nothing. A transport that opens the memory of `zeros` to other ranks does it here, collectively."""
 
     def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
-        """Return a message for each row, none sent yet. ``down``: weights, else gradients; ``number``: 0 or 1, the
-        stage in that direction. Both ends list the rows between them in the same order."""
+        """Return a stage with a message for each row, none sent yet. ``down``: weights, else gradients; ``number``: 0
+        or 1, the stage in that direction. Both ends list the rows between them in the same order."""
         operations, first_tag = [], ((2 * layer + (not down)) * 2 + number) * _TAGS_PER_STAGE
         for kind, rows in ((dist.isend, sends), (dist.irecv, receives)):
             count = Counter[int]()  # several stages are in flight at once, and a pair may exchange several rows
@@ -185,8 +185,8 @@ class ReplicaPlanner:
                 children.append(Child(there * self.num_shards + part, replica, on, row, part, arrivals))
 
         def stage_of(down: bool, number: int) -> RowStage:
-            """Return one stage of the weights (``down``) or of the gradients. In stage 1 are weights of replicas that
-            hang on replicas, and gradients of replicas on which others hang; all other rows are in stage 0."""
+            """Return one stage of the weights (``down``) or of the gradients. Stage 1 has the weights of replicas whose
+            parent is a replica, and the gradients of replicas that are parents; stage 0 has the rest."""
             of_replica, later_RK = (bank.replica_rows, hangs_RK) if down else (bank.gradient_rows, has_children_RK)
             with_children = [
                 Row(child.rank, *rows)

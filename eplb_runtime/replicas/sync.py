@@ -74,7 +74,7 @@ class ReplicaSync:
 
     def free(self) -> int:
         """Free the memory of replicas and their gradients; return the freed bytes. Waits for transfers under way first,
-        and drops gradients that are held back. Sets ``is_freed``: until `take` a forward raises."""
+        and drops all plans and gradients that are held back. Sets ``is_freed``: until `take` a forward raises."""
         self.wait_all()
         self.abandon()
         self.is_freed = True
@@ -132,8 +132,8 @@ class ReplicaSync:
         self._pending.update((layer, (works, plans[layer][1:])) for layer, works in zip(plans, posted, strict=True))
 
     def wait(self, layer: int) -> None:
-        """Wait until this layer's replicas are fresh and its homes may be written. On every rank: replicas are handed
-        on here to other replicas. Does nothing if no refresh is under way. Two threads may wait at once."""
+        """Wait until this layer's replicas are fresh and its homes may be written; nothing without a refresh under way.
+        On every rank: replicas that are parents send weights on to others here. Two threads may wait at once."""
         if layer not in self._pending:
             return
         with self._one_waits[layer], phase("wait for copies", "", layer):
@@ -157,7 +157,7 @@ class ReplicaSync:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Hold gradients of replicas back, of all backward passes inside, until `reduce_gradients`."""
+        """Hold gradients of replicas back inside, in all backward passes; `reduce_gradients` sends them later."""
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -165,9 +165,9 @@ class ReplicaSync:
             self._deferring = before
 
     def collect(self, layer: int, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
-        """Post a layer's gradients of replicas to their homes, or hold them back (in `defer`, or slices) for
-        `reduce_gradients`; nothing if not `takes`. First waits for gradients in flight and adds them to the homes'
-        ``.grad``; a callback does so for these at the end of the backward pass. On every rank."""
+        """Post a layer's gradients of replicas to their homes, or hold them back for `reduce_gradients` (inside
+        `defer`, or of slices); nothing if `takes` is False. First waits for gradients in flight and adds them to the
+        homes' ``.grad``; a callback at the end of the backward pass does so for these. On every rank."""
         if not self.takes(layer, edges):
             return
         self._finish()
@@ -185,11 +185,11 @@ class ReplicaSync:
         Variable._execution_engine.queue_callback(self._banks[layer].note if hold else self._finish)  # type: ignore[attr-defined]
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
-        """Return whether the layer has replicas and the pass adds to ``.grad`` or is in `manual_accumulation`."""
+        """Return whether the layer has replicas, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
 
     def holds_gradients(self) -> bool:
-        """Return whether a bank holds gradients of replicas back. RuntimeError: as `ReplicaBank.holds_gradients`."""
+        """Return whether any bank holds gradients of replicas back. RuntimeError: as `ReplicaBank.holds_gradients`."""
         return any(bank.holds_gradients() for bank in self._banks.values())
 
     @contextmanager

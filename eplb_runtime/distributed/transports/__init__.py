@@ -1,8 +1,6 @@
 """Transports of expert bytes by the name that users give, one file each behind `base.Transport`. The one that fits is
 what each rank finds, one choice for all ranks, and torch where that does not work. How fast it is is measured once."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

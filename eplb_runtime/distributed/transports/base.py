@@ -1,8 +1,6 @@
 """The contract of transports: they post messages and return a `Pending` to poll, wait for or abort. Parts that several
 share: a stream next to the training one, and waits with a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from abc import ABC, abstractmethod
@@ -147,7 +145,7 @@ def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
 
 
 def synchronize(device: torch.device, deadline: float) -> None:
-    """Wait for all of a GPU's queued work, on a thread of its own. TransportError: the deadline passed."""
+    """Wait, on a thread of its own, for all work queued on a GPU. TransportError: the deadline passed."""
     if device.type == "cuda":
         worker, seconds = Worker("eplb_runtime transport"), max(0.0, deadline - time.monotonic())
         try:

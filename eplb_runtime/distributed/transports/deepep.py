@@ -8,8 +8,6 @@ A buffer cannot be taken down by one rank (its end waits for all ranks on their 
 experts go through the same one. Nothing of the package is imported unless asked for.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import time
@@ -68,7 +66,7 @@ def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
 
 
 def imported(asked: str = "dispatch='deepep'") -> Any:
-    """Import and return the package `deep_ep`. ConfigError, naming ``asked``: it cannot be imported or is too old."""
+    """Import and return the package `deep_ep`. ConfigError: no import (the message names ``asked``), or no Buffer."""
     try:
         package = importlib.import_module("deep_ep")
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
@@ -79,7 +77,7 @@ def imported(asked: str = "dispatch='deepep'") -> Any:
 
 
 def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
-    """Return DeepEP's configs of dispatch and of combine between so many ranks. ConfigError: the package has none."""
+    """Return DeepEP's configs of dispatch and of combine between so many ranks. ConfigError: it has none that fits."""
     if num_ranks > RANKS_OF_A_NODE:
         between_nodes = getattr(package.Buffer, "internode_dispatch", package.Buffer.dispatch)
         if "num_worst_tokens" not in inspect.signature(between_nodes).parameters:
@@ -91,7 +89,7 @@ def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
 
 
 def refuse_filled_memory() -> None:
-    """Raise RuntimeError if torch fills fresh memory, over what DeepEP writes there on a stream of its own."""
+    """Raise RuntimeError if torch is set to fill fresh memory: that would overwrite what DeepEP writes there."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise RuntimeError(
             "DeepEP and torch.use_deterministic_algorithms(True): set "

@@ -5,8 +5,6 @@ ends the owner's *process* when the reader has given up meanwhile (seen with nix
 write begins when the device has written what it sends.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import importlib

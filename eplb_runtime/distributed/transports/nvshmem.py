@@ -8,8 +8,6 @@ rank (`ControlChannel.reconnect`): no thread of a rank that waits here is needed
 writes on a stream and `quiet` are used: signals, teams and collectives end the process where ranks share a GPU.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Rows of replicas lie in it, and windows of messages, which copy engines write. All ranks make the same blocks in order.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence
@@ -147,7 +145,7 @@ class NodeMemory:
         raise RuntimeError("these rows are outside the memory that the node's ranks share")
 
     def put(self, peer: int, channel: int) -> None:
-        """Queue a signal to a peer on the current stream, which waits there until the peer has taken the last one."""
+        """Queue a signal on the current stream, which waits there until the peer has taken the channel's last one."""
         self._handles[0].put_signal(peer, channel, self._timeout_ms)
 
     def wait(self, peer: int, channel: int) -> None:

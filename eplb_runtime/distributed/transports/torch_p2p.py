@@ -1,7 +1,5 @@
 """torch.distributed point to point: gloo through host memory, NCCL (or another device backend) from the device."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

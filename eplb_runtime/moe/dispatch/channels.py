@@ -213,14 +213,13 @@ class MicroBatchChannels:
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
         """Return the results of ``current``, run on this thread, and ``second``, run at the same time on a worker
-        thread that is kept. Call it alike on every rank of the group. First calls ``ahead`` of `open`. ``second``,
-        which alone may have a backward pass, has this thread's modes of gradients, inference and autocast. If
-        ``current`` raises, ``second`` is not waited for (after BackwardInsideError it is). Raises RuntimeError if two
-        things run already.
+        thread that is kept; each has a stream of its own. Call it alike on every rank of the group. First calls
+        ``ahead`` of `open`. ``second``, which alone may have a backward pass, has this thread's modes of gradients,
+        inference and autocast. If ``current`` raises, ``second`` is not waited for (after BackwardInsideError it is).
+        Raises RuntimeError if two things run already.
 
         Args:
-            swapped: each on the other's stream. A backward pass runs on the stream of its forward, so the caller says
-                which that was.
+            swapped: each on the other's stream: a backward pass must run on its forward's, which the caller knows.
             forwards_only: neither may have a backward pass, which would raise BackwardInsideError.
         """
         assert self.second is not None

@@ -120,7 +120,8 @@ class RecomputeCache:
         return metadata
 
     def forget(self, forward: InFlight) -> None:
-        """Take a forward that is over out of those in flight."""
+        """Take a forward that is over out of those in flight. It no longer counts, and is not the one that is
+        repeated."""
         with self._lock:
             if forward.step == self._step:
                 self._count -= 1

@@ -43,8 +43,8 @@ class StateOwner(Protocol):
         itself; empty if there is none."""
 
     def ranges_of(self, parameter: Tensor) -> Ranges:
-        """Return the range of a flat parameter whose state each rank keeps that holds it; empty: each keeps all of it.
-        With ranges ``state_of`` has flat tensors of this rank's range, or single numbers."""
+        """Return (first, end) for each rank that holds a flat parameter, in order: the elements whose state it keeps;
+        empty: each keeps all. With ranges ``state_of`` has flat tensors of this rank's range, or single numbers."""
 
 
 PARAMETER = ""
@@ -93,7 +93,7 @@ def expert_state(
     optimizer: Optimizer | StateOwner, parameter: Tensor, registered: Collection[int] = ()
 ) -> list[tuple[str, Tensor]]:
     """Return (key, tensor) pairs, sorted by key: the state whose rows are the experts of ``parameter``. Raises as
-    `is_per_expert` does. ``registered``: addresses of memory that moves by itself."""
+    `is_per_expert` does. ``registered``: addresses of memory that is registered itself, and so moves anyway."""
     state = sorted(((str(key), value) for key, value in state_of(optimizer, parameter).items()), key=itemgetter(0))
     return [(key, value) for key, value in state if is_per_expert(key, value, parameter, registered)]
 

@@ -1,7 +1,5 @@
 """`launch/gpu_check.py` without a GPU: its dry run, and that a cut call leaves what it found and is gone on with."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
