@@ -39,8 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence[Option]) -> None:
-    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. What it parses has
-    ``run`` and ``action`` (its name). ``text``: the command's help; the list of commands shows its first line."""
+    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. Its parsed
+    arguments have ``run`` and ``action=name``, too. ``text``: the command's help, of which the list of commands has one
+    line."""
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=in_list(text), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )

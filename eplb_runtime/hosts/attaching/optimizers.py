@@ -184,8 +184,8 @@ class Optimizers(LoopHooks):
         return one.outside
 
     def follow(self) -> None:
-        """If ``add_param_group`` was called since the last time, wait for all ranks, and register those new parameters
-        that no model has as equal on all ranks."""
+        """If ``add_param_group`` was called since the last time, wait for all ranks, and register new parameters that
+        are in no attached model as equal on all ranks."""
         for one in self._known:
             if (held := _count(one.optimizer)) != one.held:
                 # On one rank alone the average of gradients would be over other tensors than on the others.

@@ -52,7 +52,7 @@ class LowRank:
 
     @property
     def tensors(self) -> dict[str, tuple[str, Any]]:
-        """Return, by tensor name within the outermost wrapper, its kind (``lora_A``, ``lora_B``) and its module."""
+        """Return, by tensor name within the outermost wrapper, the kind (``lora_A``, ``lora_B``) and the module."""
         own, name = self.wrapper, self.adapter
         return {f"{self.path}{kind}.{name}.weight": (kind, getattr(own, kind)[name]) for kind in BY_EXPERT}
 
