@@ -47,7 +47,7 @@ class PlannerLost(RuntimeError):
 
 
 class PlannerProcess:
-    """A child that plans, within ``seconds``. One thread asks, another may close. ``process``: None if it could not
+    """A child that plans within ``seconds``. One thread asks, another may close. ``process``: None if it cannot
     begin."""
 
     process: subprocess.Popen[bytes] | None = None

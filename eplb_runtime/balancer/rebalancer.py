@@ -132,8 +132,8 @@ class Rebalancer(LoopHooks):
         return -1 if self.overlapped.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
-        """Return whether homes of a layer have changed slots since attach, even if they are back; waits as
-        `placement`."""
+        """Return whether homes of a layer have changed slots since attach, even if they are back. Waits for other ranks
+        as `placement` does."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
@@ -265,9 +265,9 @@ class Rebalancer(LoopHooks):
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
-        """Return the verdict on whether all ranks were given the same 16 bytes (zeros: none). Drops the decision and
-        the migration in flight first. If a rank is lost, which the verdict says, deciding stops until the ranks connect
-        again. Collective, between steps. ConnectionLost: they connect again now."""
+        """Return the verdict on whether all ranks were given the same 16 bytes (zeros: none), of the call ``what``.
+        Drops the decision and the migration in flight first. If a rank is lost, which the verdict says, deciding stops
+        until ranks connect again. Collective, between steps. ConnectionLost: they are connecting again."""
         self.control.require(what)
         self.cancel_pending()
         try:

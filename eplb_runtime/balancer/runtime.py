@@ -222,8 +222,8 @@ class ModelTensors:
     # -- whether the model is as it was attached -----------------------------------------------------------------------
 
     def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
-        """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
-        rank's are of its own experts, and DDP would set buffers to rank 0's."""
+        """Mark these tensors on each model as parameters and buffers that DistributedDataParallel, put around it later,
+        leaves alone: each rank's are of its own experts, and DDP would set buffers to rank 0's."""
         ours = set(map(id, tensors))
         self._of_this_rank |= ours
         for model in self._runtime.models.values():

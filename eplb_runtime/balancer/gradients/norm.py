@@ -78,7 +78,7 @@ def powers_of_experts(
 
 def combined(powers: Tensor, norm_type: float) -> Tensor:
     """Return the power of a norm, ``[...]``, from those of its N parts, ``[N, ...]``: the sum, or the maximum for
-    ``inf``."""
+    ``inf``. A NaN stays one."""
     return powers.amax(dim=0) if math.isinf(norm_type) else powers.sum(dim=0)
 
 
