@@ -147,7 +147,7 @@ def read_job(path: str, arguments: argparse.Namespace) -> "JobRecord":
 
 
 def counted_windows(load: "NDArray[np.float64]", path: str) -> "NDArray[np.float64]":
-    """Return the windows of a load [T, L, E] that have tokens; stderr counts the others. InputError: none has any."""
+    """Return a load's windows [T, L, E] with tokens; stderr counts the other windows. InputError: no window has any."""
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")

@@ -83,7 +83,7 @@ class JobStore:
         self.delete(*keys)
 
     def close(self) -> None:
-        """Drop the connection and end the thread. Waits for it up to the timeout, but not where the store is silent."""
+        """Leave the connection to later `JobStore`s, and end the thread; waits up to the timeout, if not silent."""
         if not self._worker.closed:
             self._worker.submit(self._give_back)
             self._worker.close(0.0 if self.silent else self._seconds)

@@ -68,7 +68,7 @@ class AdaptedExperts:
 
     @property
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Return by name of each LoRA tensor a function that views PEFT's tensor as ``[E, ...]``."""
+        """Return, by tensor name, a function that views PEFT's ``lora_A`` or ``lora_B`` as ``[E, ...]``."""
         experts: Any = self.experts.num_experts
         kinds = {name: kind for one in self.low_rank for name, (kind, _) in one.tensors.items()}
         return {name: partial(BY_EXPERT[kind], experts) for name, kind in kinds.items()}

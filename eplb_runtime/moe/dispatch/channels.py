@@ -162,8 +162,7 @@ class MicroBatchChannels:
 
     def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
         """Set the channel ``second``, for backward passes and second batches. Call it on every rank of the group,
-        between forwards and backward passes. ``ahead`` is kept: `both` calls it before it begins, on its caller's
-        thread."""
+        between forwards and backward passes. ``ahead`` is kept; `both` calls it first, on its caller's thread."""
         self.second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
