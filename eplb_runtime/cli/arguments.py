@@ -39,9 +39,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence[Option]) -> None:
-    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. Its parsed
-    arguments have ``run`` and ``action=name``, too. ``text``: the command's help, of which the list of commands has one
-    line."""
+    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. Parsed arguments
+    get ``run`` and ``action=name``, too. ``text``: its help, of which the list of commands has one line."""
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=in_list(text), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
