@@ -234,8 +234,8 @@ class Balancer:
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; a decision that was begun earlier is
         waited for and acted on instead. Returns whether the placement has changed. Training waits for the plan and the
-        migration. An overlapped migration in flight, and an open stream of weights, are ended first. Replicas are
-        refreshed after a change. Periodic decisions go on. Collective, between steps.
+        migration. An overlapped migration in flight, and an open stream of weights, are ended first. Events are
+        emitted, and after a change replicas are refreshed. Periodic decisions go on. Collective, between steps.
         Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while ranks connect again."""
         self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
@@ -327,7 +327,7 @@ class Balancer:
         """End a rollout, after weights, gradients and optimizer state are loaded: take the memory of replicas again,
         refresh them, and emit `SuspensionEnded`. The rollout's seconds do not count as a step's. Collective. Without
         `suspend` it does nothing; after a `close` with freed weights it gives layers of experts their memory back.
-        Raises RuntimeError on all ranks: a rank did not come, or lacks memory for weights or replicas. Then call it
+        Raises RuntimeError on all ranks: a rank did not come, or lacks memory for weights or replicas; call it
         again."""
         self.loop.require("resume()")
         self._phases.resume()
@@ -398,8 +398,8 @@ class Balancer:
         over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Replica slots are empty
         inside, and nothing else migrates. Collective, in and out, between steps; two migrations. ``timeout_seconds``:
         that ranks wait for each other, in and out (None: as for `named_logical_tensors`, which moves nothing).
-        Raises RuntimeError: a rank is missing, a migration was dropped, or as `rebalance`; logged if the body
-        raised."""
+        Raises RuntimeError: a rank did not come, a migration was dropped, or as `rebalance`; after an error in the body
+        the way back only logs these."""
         seconds = self.begin_export("logical_order()", timeout_seconds)
         before = self.placement
         sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots

@@ -58,7 +58,7 @@ class LoopHooks:
     """Part of a loop. Each call comes on every rank at the same place; by itself it does nothing."""
 
     def refuse_if_broken(self) -> None:
-        """Raise if this rank has failed after an agreement; called ahead of each call and step. Does nothing here."""
+        """Called ahead of each call and step, to raise if this rank failed after an agreement. Does nothing here."""
 
     def on_forward_begin(self, trains: bool) -> None:
         """Called when a forward of the model begins; ``trains``: for gradients of an optimizer. Does nothing here."""

@@ -63,7 +63,7 @@ class PlannerProcess:
 
     def plan(self, load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
         """Return what `planner.plan` gives in the child, in the home layout. Until the child has compiled, homes are
-        planned here by DeepSeek's rule, and the reason says so. A child that has died or is late is replaced.
+        planned here by DeepSeek's rule; the reason and a log line say so. A child that dies or is late is replaced.
         Raises PlannerLost: there is no plan; RuntimeError: the planner failed, and its error is named."""
         with self._asking:
             if not self.is_ready(0.0):

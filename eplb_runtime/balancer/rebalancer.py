@@ -238,7 +238,7 @@ class Rebalancer(LoopHooks):
         return moved
 
     def plan_ahead(self) -> None:
-        """Begin the decision that `rebalance_now` acts on, and do not wait for it. On every rank, between steps."""
+        """Begin the decision that `rebalance_now` acts on, and do not wait for it. Collective, between steps."""
         self.control.require("plan_ahead()")
         self._pending = replace(self._decide(0), due_step=AHEAD)
 
@@ -290,9 +290,9 @@ class Rebalancer(LoopHooks):
             raise
 
     def migrate_to(self, target: Placement, step: int | None = None) -> MigrationProgress:
-        """Migrate to a placement while training waits, and return how far it came, with a failure in ``failed_phase``.
-        A migration in flight is dropped; a decision in flight stays for later. ``step``: number of steps to go on from,
-        of a saved state. Replicas are refreshed. Collective, between steps. ConnectionLost: the ranks connect again."""
+        """Migrate to a placement while training waits; return how far it came, with a failure in ``failed_phase``.
+        Drops a migration in flight; a decision in flight stays for later. ``step``: go on from this number of steps.
+        Events are emitted, replicas refreshed. Collective, between steps. ConnectionLost: the ranks connect again."""
         self.control.require("a migration")
         self.drain()
         if step is not None:

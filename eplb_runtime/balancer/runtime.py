@@ -164,7 +164,7 @@ class ModelTensors:
             self.memory.add(name)  # of no tensor: none is missed
 
     def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """Add parameters to `dense`, as a part of the model that is the same on every rank; by a name for messages."""
+        """Add parameters, which are the same on every rank, to `dense` and `memory`, by a name for messages."""
         self.dense.update(parameters)
         for name, parameter in parameters.items():
             self.memory.add(name, parameter)

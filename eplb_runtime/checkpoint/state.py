@@ -189,7 +189,7 @@ class LogicalView:
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of a parameter; nothing happens without an optimizer that has the parameter."""
+        """Replace the optimizer's state of a parameter; nothing without an optimizer for it, or if both are empty."""
         one = self._optimizer_of.get(name)
         if one is not None and (state or self.optimizer_state(name)):
             one.state[self.parameters[name]] = dict(state)
@@ -424,7 +424,7 @@ class Saved:
                 self.read_block(entry.key, offsets, block)
 
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """Write the saved values of tensor ``key`` from ``offsets`` on into ``block``, in place, cast to its dtype."""
+        """In subclasses: fill ``block`` with saved values of tensor ``key`` from ``offsets`` on, cast to its dtype."""
         raise NotImplementedError
 
 

@@ -131,8 +131,8 @@ def squares_of_slots(
     layers: Sequence[RangesOfSlots], place: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
     """Return squared 2-norms of each slot over all ranges, float64 ``[slots]`` for each of ``layers``, equal on all
-    ranks of the group. ``place``: this rank's number in it. Collective. RuntimeError: a gradient does not fill its
-    range."""
+    ranks of the group. ``place``: this rank's number in the group. Collective. RuntimeError: a gradient has other
+    elements than its range on this rank."""
     flats = []
     slots = (pair for one in layers for pair in zip(one.gradients, one.ranges, strict=True))
     for gradient, (first, end) in ((gradient, ranges[place]) for gradient, ranges in slots):

@@ -105,7 +105,7 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
-    """Return settings without replica slots, their transport and initial placement; without such slots, the same."""
+    """Return settings without replica slots, their transport and initial placement; unchanged if there are no slots."""
     without = replace(
         config, replica_slots=0, initial_placement=None, replica_transport=BalancerConfig.replica_transport
     )
