@@ -4,8 +4,6 @@ Frameworks replace parameters (sharding), put modules around others (adapters) a
 is right before attach. After it, experts would be computed, averaged or moved without it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

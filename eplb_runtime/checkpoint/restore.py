@@ -1,8 +1,6 @@
 """Put a checkpoint into a model: the same checks and the same order for files of ours, of DCP, of a framework, and for
 state in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path

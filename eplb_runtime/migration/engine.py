@@ -7,8 +7,6 @@ step. In ``commit`` live rows belong to the engine, at the same place of a step 
 deadline. After an agreement nothing may fail; if something does, the engine is broken here, and every call says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -4,8 +4,6 @@ Labels are layers, ranks and words from short lists, never texts. Overload facto
 MaxVio as in the paper on balancing without an auxiliary loss, balancedness as serving engines have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ Their gradients gather here until `sync.py` brings them to the homes. One exchan
 share one set of gradient rows; only gradients that `no_sync` holds back have memory of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

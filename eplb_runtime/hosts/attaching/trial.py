@@ -5,8 +5,6 @@ A record has a few numbers for each tensor, and for each logical expert of it: a
 and random sums, from which the distance of two tensors is estimated that are never in one memory.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Which dispatcher carries a job's tokens: what each rank finds, one choice for all of an EP group, and why."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 
