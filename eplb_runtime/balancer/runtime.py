@@ -162,7 +162,7 @@ class ModelTensors:
             self.memory.add(name)  # of no tensor: none is missed
 
     def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """Add parameters, which are the same on every rank, to `dense` and `memory`, by a name for messages."""
+        """Add parameters, the same on every rank, by names for messages to `dense` and `memory`; `check` knows them."""
         self.dense.update(parameters)
         for name, parameter in parameters.items():
             self.memory.add(name, parameter)
@@ -187,7 +187,7 @@ class ModelTensors:
         self.registered[f"{parameter}/{name}"] = (layers[parameter], tensor)
 
     def register_all(self, name: str, tensors: Any, moves: bool) -> None:
-        """Register the tensors of all expert parameters under one name, as `Balancer.register_all` says."""
+        """Do what `Balancer.register_all` says. ``moves`` False: register none; `known` yields ``tensors`` anyway."""
         of_parameter = self._runtime.layer_of_parameter
         if moves:
             parameters = {

@@ -92,8 +92,8 @@ def notes(config: BalancerConfig) -> list[str]:
 
 
 def make_dispatcher(config: BalancerConfig, name: str, topology: Topology, context: DispatchContext) -> Dispatcher:
-    """Return a new dispatcher of an EP group; ``name``: `DispatchChoice.name`. Where the setting is ``"auto"``,
-    DeepEP's gets an all-to-all dispatcher for batches that it refuses."""
+    """Return a new dispatcher of an EP group; ``name``: `DispatchChoice.name`. DeepEP's sets ``num_sms`` process-wide;
+    under ``"auto"``, all-to-all takes batches that it refuses. ConfigError: DeepEP cannot serve this rank."""
     if name == "all_to_all":
         return AllToAll(context)
     if name == "hierarchical":
