@@ -70,7 +70,7 @@ class BalancedTrainerMixin(_TrainerBase):
         self._resumes_from: Path | None = None
         super().__init__(*arguments, **options)
         if self._is_spread:  # the Trainer, which cannot save the optimizer of such a model, insists on True
-            self.args = copy.copy(self.args)
+            self.args: Any = copy.copy(self.args)
             self.args.save_only_model = False
         _refuse(self)
 
