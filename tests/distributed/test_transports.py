@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def run_chosen_cases(rank: int, name: str, chosen: set[str], folder: Path) -> di
     believe_in_two_nodes(rank, name)
     cases, double = [case for case in CASES if case.__name__ in chosen], Double(folder)
     if name in DOUBLES:
-        windows.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
+        windows.PIECES["cpu"] = 2, 64 << 10  # a message of a megabyte goes in many pieces
         made = {"cuda_ipc": partial(CudaIpc, package=symmetric_memory_double)}
         made["nvshmem"] = partial(Nvshmem, package=double.library())
         TRANSPORTS[name] = made[name]
@@ -214,11 +215,11 @@ def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.Mon
     """Another thread may read it at that moment. The user's own choice stands."""
     told: list[tuple[str, dict[str, str]]] = []
 
-    def agent(*_: object) -> SimpleNamespace:
-        assert os.environ.get("UCX_TLS") == before
+    def agent(name: str, config: dict[str, Any]) -> SimpleNamespace:
+        assert os.environ.get("UCX_TLS") == before and not config["enable_prog_thread"]
         return SimpleNamespace(create_backend=lambda *of: told.append(of))
 
-    api = SimpleNamespace(logger=logging.getLogger("a test's"), nixl_agent=agent, nixl_agent_config=dict)
+    api = MagicMock(logger=logging.getLogger("a test's"), nixl_agent=agent, nixl_agent_config=dict)
     monkeypatch.setattr(nixl.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(nixl.importlib, "import_module", lambda name: api)
     for before in (None, "tcp"):

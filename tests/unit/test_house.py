@@ -41,7 +41,7 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1214,
     "utils": 557,
-    "distributed": 2767,
+    "distributed": 2765,
     "load": 678,
     "moe": 4131,
     "planner": 2585,
@@ -53,7 +53,7 @@ RATCHET = {
     "hosts": 6414,
     "tools": 2979,
     "cli": 857,
-    "package": 31770,
+    "package": 31768,
     "files of the package": 175,
     "page": 664,
     "tests": 33350,

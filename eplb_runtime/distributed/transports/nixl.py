@@ -1,8 +1,8 @@
 """NIXL (extra ``nixl``): writes into windows (`windows.py`) over UCX: RDMA where there is any, else TCP.
 
-Writes and not reads: TCP cannot read from a remote memory, so UCX lets the owner's own progress thread answer, which
-ends the owner's *process* when the reader has given up meanwhile (seen with nixl 1.5.1). UCX knows of no streams: a
-write begins when the device has written what it sends.
+Writes and not reads: TCP cannot read a remote memory, so UCX lets the owner answer, whose *process* ends when the
+reader has given up meanwhile (seen with nixl 1.5.1). UCX knows of no streams: a write begins when the device has
+written what it sends. NIXL's own thread asks UCX without a pause, a core of each rank at all times: there is none.
 """
 
 import base64
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...utils.text import one_line
 from .base import TransportError
-from .windows import HALVES, HasLeft, Windows
+from .windows import ARRIVED, HasLeft, Windows
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _DEVICES = Path("/sys/class/infiniband")
@@ -57,7 +57,8 @@ def new_agent(name: str) -> Any:
     try:
         api = importlib.import_module(f"{found}._api")
         api.logger.setLevel(logging.WARNING)  # else each agent says so on the standard output
-        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+        locked = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=locked))
         agent.create_backend("UCX", {} if "UCX_TLS" in os.environ else {"engine_config": _WITHOUT_SHARED_MEMORY})
     except Exception as error:
         raise TransportError(f"nixl cannot be used: {one_line(error)}") from error
@@ -89,25 +90,25 @@ class Nixl(Windows):
         return window
 
     def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
-        return self._leave(partial(self._write, place, source, peer), peer, after)
+        return self._leave(partial(self._write, place, source, peer, self._peers[peer].sent), peer)
 
     def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
         """Notify: to a rank that lets go of its agent at that moment, this fails, and a write may end the process."""
         notify = partial(self._agent.send_notif, self._others[peer][0], _NOTE.pack(kind, number))
-        return self._leave(notify, peer, after)
+        return after if after and kind == ARRIVED else self._leave(notify, peer)
 
     def _look(self) -> bool:
         for name, said in self._agent.get_new_notifs().items():
             for kind, number in map(_NOTE.unpack, said if name in self._rank_of else ()):
-                self._read_RKHN[self._rank_of[name], kind, number % HALVES] = torch.tensor([number, ~number])
+                self._read_RKCN[self._rank_of[name], kind, number % self._credits] = torch.tensor([number, ~number])
         return True
 
-    def _leave(self, act: Callable[[], Leaving | None], peer: int, after: HasLeft | None) -> HasLeft:
-        """Act when the device and ``after`` are done, not to who leaves, and its agent with it; goes on when asked."""
+    def _leave(self, act: Callable[[], Leaving | None], peer: int) -> HasLeft:
+        """Act when the device is done, not to who leaves, and its agent with it; goes on when asked."""
         is_written, has_left = self._stream.mark(), threading.Event()
 
         def leave() -> Leaving:
-            while not (is_written() and (after is None or after())):
+            while not is_written():
                 yield
             if not self._peers[peer].leaving:
                 yield from act() or ()
@@ -116,14 +117,12 @@ class Nixl(Windows):
         self._leaving.append(leave())
         return has_left.is_set
 
-    def _write(self, place: Tensor, source: Tensor, peer: int) -> Leaving:
+    def _write(self, place: Tensor, source: Tensor, peer: int, number: int) -> Leaving:
+        """Done when its note has left, too: who has sent all may ask no more, and then nothing goes on."""
         (name, offset, index), kind = self._others[peer], "VRAM" if source.is_cuda else "DRAM"
-        write = self._agent.initialize_xfer(
-            "WRITE",
-            self._agent.get_xfer_descs([(source.data_ptr(), source.nbytes, max(0, source.get_device()))], kind),
-            self._agent.get_xfer_descs([(place.data_ptr() + offset, place.nbytes, index)], kind),
-            name,
-        )
+        here, there = (source.data_ptr(), max(0, source.get_device())), (place.data_ptr() + offset, index)
+        both = [self._agent.get_xfer_descs([(at, source.nbytes, device)], kind) for at, device in (here, there)]
+        write = self._agent.initialize_xfer("WRITE", *both, name, _NOTE.pack(ARRIVED, number))
         try:
             state = self._agent.transfer(write)
             while state != "ERR" and (state := self._agent.check_xfer_state(write)) == "PROC":
