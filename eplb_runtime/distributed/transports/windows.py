@@ -26,7 +26,7 @@ from ..consensus import TransportError
 from .base import LEFT_SECONDS, Message, Pending, SideStream, Transport, synchronize, wait_until
 
 WINDOW_BYTES, LEAST_PIECE_BYTES = 512 << 20, 64 << 10
-PIECES = {"cpu": (8, 1 << 20), "cuda": (2, 16 << 20)}
+PIECES = {"cpu": (8, 2 << 20), "cuda": (2, 16 << 20)}
 """Most pieces on their way to a peer, and bytes of one: small ones stay in a CPU's caches, large ones are few calls."""
 ASK_SECONDS, TURN_SECONDS = 0.2, 0.002
 """How often a rank that waits writes an empty note, as only a write shows that a rank is gone; how long a turn is."""
