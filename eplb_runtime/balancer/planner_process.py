@@ -77,7 +77,7 @@ class PlannerProcess:
         """
         with self._asking:
             if not self.is_ready(0.0):
-                _say_once("the planner is being compiled: until it is ready, homes alone move, by DeepSeek's rule")
+                _say_once("the planner is being compiled: meanwhile DeepSeek's algorithm plans (no replicas)")
                 return _homes_alone(load, topology, **terms)
             try:
                 self._connection.send_bytes(encode({"load": load, "topology": topology, **terms}))
@@ -101,7 +101,7 @@ class PlannerProcess:
             except (OSError, EOFError):
                 ended = self._end()
                 self._begin()
-                logger.warning("%s before it was ready; another one begins, and homes alone move until it is", ended)
+                logger.warning("%s; a new one starts, and DeepSeek's algorithm plans meanwhile (no replicas)", ended)
             return self._is_ready
 
     def close(self) -> None:

@@ -96,8 +96,8 @@ def refuse_filled_memory() -> None:
     """DeepEP's kernels write on a stream of their own, and torch would fill the same memory on the first one."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise RuntimeError(
-            "DeepEP and torch.use_deterministic_algorithms(True): set "
-            "torch.utils.deterministic.fill_uninitialized_memory = False, or fresh memory is filled over what arrives"
+            "torch.use_deterministic_algorithms(True) lets torch overwrite what DeepEP receives: set "
+            "torch.utils.deterministic.fill_uninitialized_memory = False"
         )
 
 
