@@ -35,7 +35,8 @@ class Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for a device, each compared with plain torch, which is used without a GPU or Triton."""
+    """Return the functions for a device: on CUDA Triton kernels, each compared with plain torch on its first batch;
+    else, or without Triton (one warning in the log), plain torch."""
     if device.type != "cuda":
         return Kernels()
     from ..utils.triton import triton
@@ -57,7 +58,8 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
-    """What `LoadCounter.count` and `SlotTable.slots` do, in the place of a kernel."""
+    """Add a batch's choices to ``counts_E``, in place, and return their slots, int64 ``[T, K]``, by plain torch.
+    Padding (``real_T`` False) has slots and is not counted; None: there is no padding."""
     ids_N = ids_TK.reshape(-1).to(torch.int64)
     counted_TK = torch.ones_like(ids_TK, dtype=torch.int64)
     if real_T is not None:

@@ -1,10 +1,7 @@
 """What each batch does on a GPU, by few kernels and without a host sync, so that a CUDA graph can hold them: count and
-route a batch's choices, tell which row goes where on one rank, and sum a token's choices.
-
-The numbers are those of plain torch (`kernel_selection.py` says of which functions); suffixes as in `permute.py`.
-Choices are logical ids or slots, int32 or int64; one that there is not ends the job by an assertion of the device, as
-plain torch would.
-"""
+route a batch's choices, tell which row goes where on one rank, and sum a token's choices, bit for bit as plain torch.
+Suffixes as in `permute.py`. Choices are logical ids or slots, int32 or int64; one that there is not ends the job by an
+assertion of the device."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ ASSERT = {"debug": True, "sanitize_overflow": False}
 
 
 def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Tensor | None = None) -> Tensor:
-    """Count a batch's choices into ``counts_E`` and return their slots, in one pass. ``real_T``: False for padding,
-    which has slots and does not count."""
+    """Add a batch's choices to ``counts_E``, in place, and return their slots, int64 ``[T, K]``, by one kernel. Padding
+    (``real_T`` False) has slots and is not counted; None: there is no padding."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     slots_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
     if choices:
@@ -45,7 +42,8 @@ def count_and_map(ids_TK: Tensor, table_E: Tensor, counts_E: Tensor, real_T: Ten
 
 
 def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin_BE: Tensor | None = None) -> Tensor:
-    """Return what `slots.assign_slots` does, by one kernel more than `count_by_blocks`, whose blocks may be given."""
+    """Return int64 ``[T, K]``, the slot of each choice, as `slots.assign_slots` does. ``begin_BE``: the second result
+    of `count_by_blocks` for these choices; None: it is computed first."""
     ids_TK, choices = ids_TK.contiguous(), ids_TK.numel()
     if begin_BE is None:
         begin_BE = count_by_blocks(ids_TK, sent_EC.shape[0])[1]
@@ -58,7 +56,7 @@ def deal_by_kernels(ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begin
 
 
 def count_by_blocks(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """By two kernels: int64 ``[E]``, how often each expert is chosen; int32, how often in the blocks before each."""
+    """Return int64 ``[E]``, how often each expert is chosen, and int32, how often in the blocks before each block."""
     counts_E = torch.empty(experts, dtype=torch.int64, device=ids_TK.device)
     return counts_E, begin_of_blocks(ids_TK.contiguous(), counts_E.view(1, -1), experts, BLOCK)
 
@@ -66,8 +64,8 @@ def count_by_blocks(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def begin_of_blocks(
     slots_TK: Tensor, counts_RC: Tensor, slots_per_rank: int, block: int, dedup: bool = False, tag: int | None = None
 ) -> Tensor:
-    """Write how many choices each slot has (with ``dedup`` how many tokens each rank, and the tag) into ``counts_RC``,
-    and return int32 how many are in the blocks before each."""
+    """Write into ``counts_RC`` how many choices each slot has; with ``dedup`` also how many tokens visit each rank; and
+    the ``tag``, unless it is None. Return int32: the same counts (without tag) over all blocks before each block."""
     choices, (ranks, columns) = slots_TK.numel(), counts_RC.shape
     widths = {"SLOTS": power_of_2(max(2, ranks * slots_per_rank)), "RANKS": power_of_2(max(2, ranks)) if dedup else 0}
     width, blocks = sum(widths.values()), -(-choices // block)
@@ -84,7 +82,7 @@ def begin_of_blocks(
 def leaving(
     slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
-    """By three kernels: count each block of choices, where each slot's begin in each block, the place of each."""
+    """Return which rows this rank sends, in which order, and how many to each slot (`permute.leaving`). 3 kernels."""
     slots_TK, choices = slots_TK.contiguous(), slots_TK.numel()
     columns = slots_per_rank + dedup + (tag is not None)
     empty = partial(torch.empty, dtype=torch.int64, device=slots_TK.device)
@@ -108,7 +106,8 @@ def arriving(
     source_row_M1: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Arriving:
-    """By one kernel; a few programs number the rows that one rank has sent to one slot."""
+    """Return where each row arrives, and its place by slot (`permute.arriving`), by one kernel. ``counts``:
+    ``counts_RW`` on the device; None: it is copied there."""
     if counts is None:
         counts = torch.from_numpy(np.ascontiguousarray(counts_RW)).to(device, non_blocking=True)
     (ranks, columns), rows = counts.shape, int(counts_RW[:, :slots_per_rank].sum())
@@ -124,7 +123,8 @@ def arriving(
 
 
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
-    """By one kernel, with the roundings that plain torch has on a GPU."""
+    """Return ``[T, D]``: the sum of each token's rows, which are at ``place_TK``, times ``weights_TK`` if given, as
+    `permute.sum_choices` gives it on a GPU, by one kernel."""
     out_TD = memory.like(rows_ND, place_TK.shape[0], _product(rows_ND, weights_TK))
     return _sum_into(out_TD, rows_ND, place_TK, weights_TK, here=False)
 
@@ -132,7 +132,8 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
 def sum_local_choices(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """By one kernel; by plain torch what is wider than float32."""
+    """Return ``[U, D]`` in ``dtype``: the sum of each token's rows that are here (place -1: not here), times
+    ``weights_M`` if given, by one kernel; by plain torch if products are float64."""
     if _product(rows_MD, weights_M) == torch.float64:
         return permute.sum_local_choices(rows_MD, place_UK, weights_M, dtype)
     out_UD = torch.empty(place_UK.shape[0], rows_MD.shape[1], dtype=dtype, device=rows_MD.device)
@@ -186,7 +187,7 @@ def _count_and_map(  # type: ignore[no-untyped-def]
 
 @jit
 def is_first(slots, choice, there, rank, slots_per_rank, TOP_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return whether no earlier choice of the same token is on the same rank."""
+    """Return, for each choice, whether it is ``there`` and no earlier choice of its token is on the same rank."""
     first = there
     for back in tl.static_range(1, TOP_K):
         same_token = there & (choice % TOP_K >= back)
@@ -207,7 +208,8 @@ def count_slots(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choices of each slot in a block, and with ``RANKS`` tokens that visit each rank."""
+    """Write one block's row of ``of_blocks``: how many of its choices each slot has, and, if ``RANKS`` is not 0, how
+    many tokens visit each rank. A slot that does not exist fails a device assertion."""
     block = tl.program_id(0).to(tl.int64)
     choice = block * BLOCK + tl.arange(0, BLOCK)
     there = choice < choices
@@ -236,7 +238,8 @@ def begin_slots(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """In place: of each slot's choices, how many are in earlier blocks; and the counts for each rank."""
+    """Replace the counts of each block in ``of_blocks`` by sums over earlier blocks, in place, and write the totals
+    into ``counts``: choices of each slot; tokens of each rank, if ``RANKS`` is not 0; the tag, if ``HAS_TAG``."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     before = tl.zeros((WIDE,), dtype=tl.int32)
     for first in range(0, blocks, AT_ONCE):

@@ -64,7 +64,7 @@ class CountedLayer:
 
     @property
     def changes(self) -> int:
-        """How often the layer's placement has changed."""
+        """Return how often the placement of this layer was set, the first time included."""
         return int(self._table.changes_L[self.index])
 
     def _enter(self, top_k: int = 0) -> int:
@@ -134,13 +134,13 @@ class ExpertParallelLayer(CountedLayer):
 
     @torch.compiler.disable
     def see(self, topk_ids_TK: Tensor, columns: int, top_k: int) -> None:
-        """Begin a forward of the module's own way, which computes all experts here."""
+        """Begin a forward of the host's own module, in which nothing is dispatched: check the ids, call ``before`` and
+        count the load. A repeated forward does nothing. ``columns``: of the hidden states; ``top_k`` is not used."""
         if not in_recompute():
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
 
     def _begin(self, hidden_TD: Tensor, topk_ids_TK: Tensor) -> tuple[Tensor | None, Counted | None]:
-        """Begin a forward that repeats none, and count its load; returns slots, or counts of each expert, or neither,
-        as counting has found them."""
+        """Begin a forward that repeats none, and count its load; return slots, or counts, or neither, as found."""
         self._table.require_known(self.index, topk_ids_TK)
         self.before(self.index)
         self._forward_tag.set_placement(self.changes)
@@ -188,7 +188,7 @@ class HostDispatchedLayer(CountedLayer):
 
     @property
     def logical_of_slots(self) -> Tensor:
-        """int64 ``[E]``: the logical expert in each slot, now; changed in place by a commit."""
+        """Return int64 ``[E]``, the logical expert in each slot: live memory, which a commit changes in place."""
         return self._table.logical_of_slots(self.index)
 
     @torch.compiler.disable
@@ -202,7 +202,8 @@ class HostDispatchedLayer(CountedLayer):
 
     @torch.compiler.disable
     def slots(self, hidden: Tensor, topk_ids: Tensor, real_T: Tensor | None = None) -> Tensor:
-        """Return ids of slots for ids of logical experts. ``real_T``: False for padding; None: every token counts."""
+        """Return the physical slot of each logical id, in the shape of ``topk_ids``, and begin the forward (`begin`).
+        Raises ValueError, on a CPU, for ids of no expert. ``real_T``: False for padding; None: every token counts."""
         with _unseen_by_selective_checkpointing():
             self._table.require_known(self.index, topk_ids)
             with phase("route", "F", self.index, self.begin(hidden, topk_ids, real_T)):
@@ -210,8 +211,10 @@ class HostDispatchedLayer(CountedLayer):
 
     @torch.compiler.disable
     def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:
-        """Begin a forward, as a host does that itself carries rows to where `logical_of_slots` has them, and count its
-        load unless it repeats one; returns the epoch. ``chosen``: as `LoadCounter.count` takes it."""
+        """Begin a forward of a host that itself carries rows to their slots, and return the epoch. Set the forward's
+        tag; unless the forward is repeated, call ``before`` and count the load (in evaluation if
+        ``counts_in_evaluation``). ``chosen``: ids or bools, as `LoadCounter.count` takes them. ``real_T``: False for
+        padding; None: no padding."""
         epoch = self._enter()
         if not in_recompute():
             self.before(self.index)

@@ -44,14 +44,14 @@ def plan(
     """Plan a placement of experts for a measured load.
 
     Args:
-        load: tokens per logical expert, ``[L, E]``: a load that is known; or ``[T, L, E]``: T successive windows of one
-            that goes on, oldest first. A plan for one, ``[1, L, E]``, leaves room for how far the next may stray.
+        load: tokens per logical expert, ``[L, E]``: a load that is known; or ``[T, L, E]``: T successive windows of a
+            load that goes on, oldest first. From one window, ``[1, L, E]``, ``"payoff"`` allows for chance in it.
         topology: ranks and nodes of the EP group.
         slots_per_rank: S; in the home layout E/R homes and the rest replica slots.
         current: the current placement; None: there is none yet, every slot is a move.
         policy: a name in ``POLICIES``.
         layout: ``"home"`` or ``"free"``; None: the policy's own.
-        groups: expert groups of group-limited routing, for the policies that know them.
+        groups: expert groups of group-limited routing, for the policies ``deepseek`` and ``hierarchical``.
         max_moves: at most so many slots, over all layers, whose rank did not hold that expert; None: no limit. For a
             plan from ``current``.
         max_bytes: the same in bytes (needs ``cost``); None: no limit.
@@ -126,8 +126,8 @@ def _checked_speed(rank_speed: ArrayLike, ranks: int) -> NDArray[np.float64] | N
 
 
 def checked_sources(sources: ArrayLike, layers: int, experts: int, topology: Topology) -> NDArray[np.float64]:
-    """Return float64 ``[L, N, E]``: the share of each expert's tokens that comes from each node, by tokens ``[N, L,
-    E]``; alike where none came."""
+    """Return float64 ``[L, N, E]``, the share of each expert's tokens that comes from each node, by tokens ``[N, L,
+    E]``. An expert without tokens gets equal shares. PlanError: another shape, or numbers below 0."""
     shape = (topology.num_nodes, layers, experts)
     wanted = f"give token counts by node, {list(shape)}, zero where nothing was counted; add up those of a node's ranks"
     counts = _numbers("sources", sources, shape, wanted)
@@ -170,7 +170,7 @@ def _check_kinds(topology: object, cost: object, current: object) -> None:
 
 
 def check_whole_number(name: str, value: object) -> None:
-    """Refuse what does not count: with nan no limit holds, and half a move is one to some, none to others."""
+    """Raise PlanError, which names the argument, unless ``value`` is an integer; bool and 2.0 are refused, too."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise PlanError(f"{name}={value!r}: give a whole number")
 

@@ -1,9 +1,8 @@
-"""What a rebalance costs and saves, in seconds, and the gate that compares the two.
+"""What a rebalance costs and saves, in seconds.
 
 Expert work takes ``moe_share * step_seconds * imbalance`` of a step; so a plan saves, over the horizon,
 ``horizon_steps * moe_share * step_seconds * mean over layers of (imbalance before - after)``, and spends the transfer
-of its bytes over the links plus a stall. Layers are judged one by one: a layer's gain counts in full, whatever the
-others do.
+of its bytes over the links plus a stall.
 """
 
 from dataclasses import dataclass
@@ -63,33 +62,33 @@ class CostModel:
             )
 
     def seconds_per_imbalance(self, num_layers: int, trust: float = 1.0) -> float:
-        """Seconds that one unit of one layer's imbalance (max / mean) costs over the horizon, times ``trust``."""
+        """Return the seconds that a unit of one layer's imbalance costs over the horizon, times ``trust``."""
         return trust * self.horizon_steps * self.moe_share * self.step_seconds / num_layers
 
     @property
     def crossing_price(self) -> float:
-        """Imbalance of all layers that costs as much as all tokens crossing nodes; 0 where seconds are unknown."""
+        """Return the imbalance of all layers that costs as much as all tokens crossing nodes; 0: seconds unknown."""
         a_step = self.moe_share * self.step_seconds
         return self.crossing_seconds / a_step if a_step > 0 else 0.0
 
     def bytes_moved(
         self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return int64 ``[M]``, the bytes that each of the moves (``Plan.moves``) carries to another rank, and bool
-        ``[M]``, whether to another node."""
+        """Return int64 ``[M]``, the bytes that each of the moves (``Plan.moves``) carries to another rank, 0 within a
+        rank; and bool ``[M]``, whether a move is between two nodes."""
         source, destination = moves[:, MOVE_SOURCE_RANK], moves[:, MOVE_DESTINATION_SLOT] // slots_per_rank
         size = np.where(moves[:, MOVE_IS_HOME] != 0, self.home_bytes, self.replica_bytes).astype(np.int64)
         size[(source < 0) | (source == destination)] = 0
         return size, source // topology.ranks_per_node != destination // topology.ranks_per_node
 
     def transfer_seconds(self, moves: NDArray[np.int32], topology: Topology, slots_per_rank: int) -> float:
-        """Seconds to carry the moves: what the busiest rank sends or receives, one transfer after the other."""
+        """Return the seconds of all moves: what the busiest rank sends, or receives, one transfer after the other."""
         return float(self.seconds_by_layer(moves, 1, topology, slots_per_rank).max())
 
     def seconds_by_layer(
         self, moves: NDArray[np.int32], num_layers: int, topology: Topology, slots_per_rank: int
     ) -> NDArray[np.float64]:
-        """Seconds in which each rank sends, and in which it receives, what a layer moves.
+        """Return the seconds for which each rank sends, and those for which it receives, what each layer moves.
 
         Args:
             moves: int32 ``[M, 5]`` as in ``Plan.moves``.
@@ -109,7 +108,7 @@ class CostModel:
 
 
 def crossing_seconds(rank_tokens_L: NDArray[np.float64], token_bytes: float, topology: Topology) -> float:
-    """Seconds of all layers by which a step is longer if all tokens cross nodes instead of none.
+    """Return the seconds by which a step is longer if all tokens cross nodes than if none does; 0 on one node.
 
     Args:
         rank_tokens_L: float64 ``[L]``, (token, choice) pairs of a rank on average.

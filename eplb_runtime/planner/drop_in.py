@@ -1,8 +1,4 @@
-"""Our policies under the call that serving engines already make: DeepSeek EPLB's ``rebalance_experts``.
-
-Nothing is planned here. DeepSeek's, SGLang's and vLLM's planners differ in how they are registered, not in what they
-are asked.
-"""
+"""Our policies under the call that serving engines already make: DeepSeek EPLB's ``rebalance_experts``."""
 
 from typing import TYPE_CHECKING
 
@@ -30,7 +26,7 @@ def rebalance_experts(
     policy: str | None = None,
     current: "Tensor | None" = None,
 ) -> "tuple[Tensor, Tensor, Tensor]":
-    """Plan all layers from scratch; the arguments and the results of deepseek-ai/EPLB's function of this name.
+    """Plan all layers, with the arguments and the results of deepseek-ai/EPLB's function of this name.
 
     Args:
         weight: ``[L, E]``, tokens of each logical expert, on any device; ``[T, L, E]``: of successive windows.

@@ -1,9 +1,7 @@
-"""Rank loads and imbalance of a placement under a load, what no placement can beat, the moves between two, and how far
-tokens travel: to a copy on their own rank, on their own node, or on another.
+"""Rank loads and imbalance of a placement, what no placement can beat, moves between two, and how far tokens travel.
 
-A batch's tokens go to copies on their own rank first, then on their node, then to the rest (`split_for_rank`); so what
-leaves a node of an expert's tokens is what the copies there do not take. Sources are counted by node (suffix N), the
-ranks of a node send alike.
+A batch's tokens go to copies on their own rank first, then on their node, then to the rest (`split_for_rank`). Sources
+are counted by node (suffix N); the ranks of a node send alike.
 """
 
 import numpy as np
@@ -21,12 +19,12 @@ HALVINGS = 24
 
 
 def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None = None) -> FloatArray:
-    """float64 ``[L, R]`` or ``[W, L, R]``: tokens of each rank by the split that the layout really uses: evenly over an
-    expert's copies in the free layout, else by water-filling, window by window. Without copies nothing is compiled.
+    """Return the tokens of each rank, float64 ``[L, R]`` or ``[W, L, R]``. In the free layout they are split evenly
+    over an expert's copies, in the home layout by water-filling, window by window. Without copies nothing is compiled.
 
     Args:
         load: float64 ``[L, E]``, or ``[W, L, E]`` for several windows.
-        speed_R: float64 ``[R]``, of each rank, the fastest 1; None: all alike.
+        speed_R: float64 ``[R]``, speed of each rank, the fastest 1, for water-filling; None: all alike.
     """
     windows = load.reshape(-1, *load.shape[-2:])
     if placement.home is None or has_no_copies(placement):
@@ -44,20 +42,18 @@ def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None
 
 
 def in_units(load: FloatArray) -> NDArray[np.int64]:
-    """``load`` ``[L, E]`` in whole units of 2 ** -40 of each layer's total, as the splitter and the search want it."""
+    """Return int64 ``[L, E]``: ``load`` in units of 2 ** -40 of each layer's total, rounded down; 0 without load."""
     return np.asarray(np.floor(shares(load) * UNITS), dtype=np.int64)
 
 
 def has_no_copies(placement: Placement) -> bool:
-    """Return whether no replica slot holds an expert (``home`` layout)."""
+    """Return whether all replica slots of a placement in the home layout are empty."""
     return bool((placement.replicas_LRK == EMPTY).all())
 
 
 def imbalance(load: FloatArray, speed_R: FloatArray | None = None) -> FloatArray:
-    """Max / mean over the last axis; 1 where there is no load at all.
-
-    With speeds: the time of the rank that takes longest, over that of all ranks if the load were shared out by speed.
-    """
+    """Return max / mean over the last axis, the ranks; 1 where there is no load at all. With speeds: the time of the
+    rank that takes longest, over that of all ranks if the load were shared out by speed."""
     speed_R = np.ones(load.shape[-1]) if speed_R is None else speed_R
     whole = load.sum(axis=-1) / speed_R.sum()
     slowest = (load / speed_R).max(axis=-1)
@@ -65,12 +61,12 @@ def imbalance(load: FloatArray, speed_R: FloatArray | None = None) -> FloatArray
 
 
 def predicted_imbalance(load: FloatArray, placement: Placement, speed_R: FloatArray | None = None) -> FloatArray:
-    """Imbalance by `rank_load`, float64 ``[L]`` or ``[W, L]``."""
+    """Return the imbalance of the loads that `rank_load` gives the ranks, float64 ``[L]`` or ``[W, L]``."""
     return imbalance(rank_load(load, placement, speed_R), speed_R)
 
 
 def lower_bound(load: ArrayLike, num_ranks: int, slots_per_rank: int) -> FloatArray:
-    """The imbalance (max / mean rank load) that no placement of this shape gets below.
+    """Return an imbalance (max / mean rank load) that no placement of this shape gets below.
 
     Args:
         load: ``[L, E]``, tokens of each expert.
@@ -131,7 +127,8 @@ def _hottest_copy(weight_LE: FloatArray, spare: int, num_ranks: int) -> FloatArr
 
 
 def moves_between(current: Placement | None, placement: Placement, topology: Topology) -> NDArray[np.int32]:
-    """int32 ``[M, 5]`` as in ``Plan.moves``: every slot that gets an expert which did not stand in it."""
+    """Return int32 ``[M, 5]`` as in ``Plan.moves``, a row for each slot that holds another expert than in ``current``.
+    Without ``current`` these are all slots that hold an expert, with source rank -1. Emptied slots have no row."""
     new = placement.physical_to_logical
     layer, slot = np.nonzero((new != EMPTY) & (True if current is None else new != current.physical_to_logical))
     expert, destination = new[layer, slot], placement.rank_of(slot)
@@ -150,7 +147,7 @@ def moves_between(current: Placement | None, placement: Placement, topology: Top
 def received(
     load: FloatArray, placement: Placement, topology: Topology, share_LNE: FloatArray | None = None
 ) -> FloatArray:
-    """float64 ``[L, R, 2]``: tokens that each rank gets from other ranks of its node, and from other nodes.
+    """Return float64 ``[L, R, 2]``, the tokens that each rank gets from other ranks of its node, and from other nodes.
 
     Args:
         load: float64 ``[L, E]``.
@@ -182,7 +179,7 @@ def received(
 def crossing_share(
     load: FloatArray, placement: Placement, topology: Topology, share_LNE: FloatArray | None = None
 ) -> FloatArray:
-    """float64 ``[L]``: the share of all tokens that are computed on another node than they come from."""
+    """Return float64 ``[L]``, the share of a layer's tokens that are computed on another node than they come from."""
     total = load.sum(axis=1)
     far = received(load, placement, topology, share_LNE)[:, :, 1].sum(axis=1)
     return np.asarray(np.divide(far, total, out=np.zeros_like(total), where=total > 0))

@@ -25,27 +25,25 @@ class ExpectedLoad(NamedTuple):
 
     @property
     def windows(self) -> Load:
-        """float64 ``[W + V, L, E]``, scenarios and mixes."""
+        """Return float64 ``[W + V, L, E]``: all scenarios, then all mixes."""
         return np.concatenate([self.scenarios, self.mixes])
 
 
 def coarsen(load: Load) -> Load:
-    """Merge runs of neighbouring windows of ``[T, L, E]`` into their means, so that at most ``most_windows`` are left.
-
-    What does not fill a run is left out at the old end.
-    """
+    """Return at most ``most_windows`` windows: means of equally long runs of neighbouring windows of ``[T, L, E]``. The
+    oldest windows that do not fill a run are dropped."""
     run = -(-len(load) // PARAMETERS.most_windows)
     kept = load[len(load) % run :]
     return np.asarray(kept.reshape(-1, run, *load.shape[1:]).mean(axis=1))
 
 
 def foretell(load: Load, ranks: int = 8, *, stays: bool = False) -> ExpectedLoad:
-    """Forecast each layer by itself. A window in which a layer has no tokens counts as that layer's mean.
+    """Return a forecast of each layer's load, with scenarios around it, from measured windows.
 
     Args:
-        load: float64 ``[T, L, E]``, oldest first.
+        load: float64 ``[T, L, E]``, oldest first. A window without tokens in a layer counts as that layer's mean.
         ranks: R, over which experts are spread to judge forecasters.
-        stays: the load does not move on.
+        stays: True: the load does not move on, so the forecast is the mean.
     """
     share_TLE, counted_TL1 = shares(load), load.any(axis=2, keepdims=True)
     mean_LE = share_TLE.sum(axis=0) / np.maximum(counted_TL1.sum(axis=0), 1)
@@ -65,7 +63,7 @@ def foretell(load: Load, ranks: int = 8, *, stays: bool = False) -> ExpectedLoad
 
 
 def shares(load: Load) -> Load:
-    """``load`` ``[..., E]`` over its sum; zeros where there is none."""
+    """Return ``load`` ``[..., E]`` divided by its sum over the last axis; zeros where the sum is 0."""
     total = load.sum(axis=-1, keepdims=True)
     return np.asarray(np.divide(load, total, out=np.zeros_like(load), where=total > 0))
 
@@ -97,8 +95,8 @@ def _blended(made_FCLE: Load, came_CLE: Load, ranks: int) -> Load:
 
 
 def deal(load_NE: NDArray[np.floating], ranks: int) -> NDArray[np.int32]:
-    """int32 ``[N, E]``, the items of each row rank by rank, E/R each: heaviest first, each to the lightest rank with
-    room; one for each rank: in their order."""
+    """Return int32 ``[N, E]``, for each row the items of rank 0, of rank 1, ..., E/R each. The heaviest item is dealt
+    first, each to the rank with the lightest load that has room. With E = R the items stay in their order."""
     rows, items = load_NE.shape
     room, first_N = items // ranks, np.arange(rows) * ranks
     if room == 1:

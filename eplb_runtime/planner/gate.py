@@ -1,11 +1,8 @@
-"""The judgement over what a policy found: which layers of it are worth their bytes, whether any is, and how much of
-what plans promised came true.
+"""The judgement over what a policy found: which layers of it are worth their bytes, and how much of what plans promised
+came true.
 
-A plan need not be taken whole. Layers gain by themselves, so their gains add up; the busiest rank is that of all of
-them together, so what they cost does not.
-
-Load that wanders makes every plan promise what it does not keep. Loads are counted by logical expert, so what would
-have been without a plan can be computed afterwards, however often experts have moved since (`TrackRecord`).
+A plan need not be taken whole. Gains of layers add up; their costs do not, since the busiest rank is that of all layers
+together. Loads are counted by logical expert, so what would have been without a plan can be computed afterwards.
 """
 
 import time
@@ -42,7 +39,8 @@ LEAST = 0.02
 
 
 def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
-    """Decide between the policy's placement, the part of it that is worth most seconds, and the current one."""
+    """Return a ``Plan`` that takes the policy's placement, the layers of it that are worth most, or the current
+    placement. ``began`` is the ``time.perf_counter()`` at which planning began."""
     current, topology, cost = request.current, request.topology, request.cost
     before, after = _expected(request, placement)
     moves = moves_between(current, placement, topology)
@@ -188,7 +186,7 @@ class _Promise:
 
 
 class TrackRecord:
-    """Plans of a job, and what became of them."""
+    """Keeps the plans of a job, and judges by the loads that follow whether they lowered imbalance as they promised."""
 
     def __init__(self, horizon: int = JUDGED, speed_R: NDArray[np.float64] | None = None) -> None:
         """Begin without any plans; each promises its gain for ``horizon`` decisions, on ranks of these speeds."""
@@ -197,17 +195,19 @@ class TrackRecord:
         self._promises: list[_Promise] = []
 
     def note(self, plan: Plan) -> None:
-        """Note a plan if it is to be carried out, with the imbalance, mean over layers, that it promises."""
+        """Remember a plan and the fall of imbalance, mean over layers, that it promises. A plan that stays, that has no
+        current placement, or that promises less than `LEAST_PROMISE` is ignored."""
         if plan.decision == "rebalance" and plan.current is not None and plan.imbalance_before is not None:
             promised = float((plan.imbalance_before - plan.imbalance_after).mean())
             if promised >= LEAST_PROMISE:
                 self._promises.append(_Promise((plan.current, plan.placement), promised))
 
     def observe(self, load: NDArray[np.float64]) -> None:
-        """Judge the newest plans by what came.
+        """Add up by how much each of the newest plans lowered this load's imbalance. All plans lose weight; those of
+        little weight are forgotten.
 
         Args:
-            load: float64 ``[L, E]``, tokens since the last decision; all zero: nothing came.
+            load: float64 ``[L, E]``, tokens since the last decision; all zero: no plan is judged.
         """
         for promise in self._promises:
             promise.weight *= FADING
@@ -221,8 +221,9 @@ class TrackRecord:
                 promise.judged += 1
 
     def judgement(self, seconds: float) -> dict[str, float]:
-        """Return how many of the plans that are remembered were judged, by how many loads, a load once for each plan;
-        and what they promised and kept, where imbalance (mean over layers) costs so many seconds."""
+        """Return ``judged_plans``, how many of the remembered plans were judged; ``judged_decisions``, by how many
+        loads, summed over plans; and ``predicted_seconds`` and ``true_seconds``, what these plans promised and saved,
+        at ``seconds`` per unit of imbalance (mean over layers)."""
         rows = self._judged()
         return {
             "judged_plans": len(rows),
@@ -237,7 +238,8 @@ class TrackRecord:
 
     @property
     def trust(self) -> float:
-        """The share of promised gains that came true lately, in ``[LEAST, 1]``; 1 where nothing is known."""
+        """Return the share of promised gains that came true, in ``[LEAST, 1]``. Newer plans weigh more. 1: no plan is
+        judged yet."""
         rows = self._judged()
         if not rows:
             return 1.0

@@ -21,10 +21,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a policy may look at. Policies are pure functions of it, but for what they add to ``held``.
-
-    Fields without a word are the arguments of `api.plan`.
-    """
+    """Everything a policy may look at; fields without a word are arguments of `api.plan`. Policies change only
+    ``held``."""
 
     load: NDArray[np.float64]  # [T, L, E], tokens per logical expert in T successive windows, oldest first
     topology: Topology
@@ -58,7 +56,7 @@ class PlanRequest:
 
     @cached_property
     def to_come(self) -> ExpectedLoad:
-        """The load that is declared, or else foretold; where nothing is to move, the load that was."""
+        """Return the declared load, or else a forecast from ``load``; for policy ``static``, ``load`` as it was."""
         if self.declared is None and self.policy != "static":
             return foretell(self.load, self.topology.num_ranks)
         known = self.load if self.declared is None else self.declared
@@ -66,39 +64,40 @@ class PlanRequest:
 
     @property
     def forecast(self) -> NDArray[np.float64]:
-        """float64 ``[L, E]``, the load to plan for."""
+        """Return float64 ``[L, E]``, the expected tokens of each expert."""
         return self.to_come.expected
 
     @property
     def is_limited(self) -> bool:
-        """Return whether moves have a budget."""
+        """Return whether moves have a budget: ``max_moves`` or ``max_bytes`` is given."""
         return self.max_moves is not None or self.max_bytes is not None
 
     @property
     def slot_bytes(self) -> tuple[int, int]:
-        """Bytes of an expert with and without its optimizer state; 0: unknown."""
+        """Return the bytes of an expert with its optimizer state, and those of its weights alone; 0: unknown."""
         return (self.cost.home_bytes, self.cost.replica_bytes) if self.cost else (0, 0)
 
     @property
     def seconds_per_imbalance(self) -> float | None:
-        """Seconds that a unit of one layer's imbalance costs over the horizon; None: moves need not pay."""
+        """Return the seconds that a unit of one layer's imbalance costs over the horizon. None: there is no cost, or
+        the gate is not ``"payoff"``."""
         if self.cost is None or self.gate != "payoff":
             return None
         return self.cost.seconds_per_imbalance(self.num_layers, self.trust)
 
     @property
     def crossing_price(self) -> float:
-        """Imbalance that it is worth if no token is computed on another node than its own instead of all."""
+        """Return the imbalance that costs as much as all tokens crossing nodes; 0 without a cost, or on one node."""
         return self.cost.crossing_price if self.cost and self.topology.num_nodes > 1 else 0.0
 
     @property
     def counts_crossing(self) -> bool:
-        """Return whether somebody asks how many tokens cross nodes."""
+        """Return whether tokens that cross nodes are counted: crossing has a price, or their sources are given."""
         return self.crossing_price > 0 or self.source_share_LNE is not None
 
     @property
     def start(self) -> Placement:
-        """``current``, or experts in logical order with empty replica slots where there is none (``home`` layout)."""
+        """Return ``current``; if it is None, experts in logical order with empty replica slots, in the home layout."""
         if self.current is not None:
             return self.current
         homes_per_rank = self.num_experts // self.topology.num_ranks
@@ -150,13 +149,13 @@ class Plan:
 
     @property
     def moved_slots(self) -> int:
-        """Slots that get an expert, or its ownership, from another rank."""
+        """Return how many moves have another source rank than their destination's; without ``current``, all of them."""
         destination = self.placement.rank_of(self.moves[:, MOVE_DESTINATION_SLOT])
         return int(np.count_nonzero(self.moves[:, MOVE_SOURCE_RANK] != destination))
 
     @property
     def moved_homes(self) -> int:
-        """Moved homes, which carry optimizer state."""
+        """Return how many moves are of homes, which carry optimizer state; moves within a rank count, too."""
         return int(np.count_nonzero(self.moves[:, MOVE_IS_HOME]))
 
     def __str__(self) -> str:

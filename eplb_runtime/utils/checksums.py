@@ -1,7 +1,4 @@
-"""Checksums of tensors' bytes: 16 bytes that tell whether what arrived, or what another rank has, is the same.
-
-On a GPU they are made there. No torch.distributed here.
-"""
+"""Checksums of tensors' bytes: 16 bytes each, made on the tensors' device. No torch.distributed here."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,18 +16,18 @@ _EVEN = 4354685564936845354  # times a place, and one more: odd, and far from th
 
 
 def as_bytes(row: Tensor) -> Tensor:
-    """A contiguous tensor's memory as flat uint8."""
+    """Return a flat uint8 view of a contiguous tensor's memory, detached from autograd."""
     return row.detach().reshape(-1).view(torch.uint8)
 
 
 def host_array(data: Tensor) -> NDArray[np.uint8]:
-    """A flat contiguous uint8 tensor in host memory as an array over the same memory, which the tensor keeps alive.
+    """Return an array over the memory of a flat contiguous uint8 tensor in host memory. Nothing is copied.
 
-    For live memory, in the place of ``numpy()``: torch lets no storage of which that was taken be resized any more, for
-    good, and jobs free weights between phases by ``resize_(0)``.
+    The array is valid only while the tensor lives. ``numpy()`` would keep the tensor's storage from ever being resized
+    again; this leaves it resizable, for jobs that free weights between phases by ``resize_(0)``.
 
     Raises:
-        ValueError: the memory is freed.
+        ValueError: the tensor's memory is freed.
     """
     if data.untyped_storage().nbytes() < data.storage_offset() + data.numel():
         raise ValueError("the memory of a tensor is freed, as jobs do between phases: load it first")
@@ -38,12 +35,13 @@ def host_array(data: Tensor) -> NDArray[np.uint8]:
 
 
 def checksum(rows: Sequence[Tensor]) -> bytes:
-    """Return 16 bytes over flat uint8 tensors. CPU and GPU have different checksums."""
+    """Return 16 bytes, the checksum of flat uint8 tensors in their order. On a GPU this waits for the device, and the
+    same bytes have another checksum than on the CPU."""
     return bytes(checksum_of(rows).cpu().numpy())
 
 
 def checksum_of(rows: Sequence[Tensor]) -> Tensor:
-    """Return `checksum` as uint8 ``[16]``, where the rows are; on a GPU the host waits for nothing."""
+    """Return the checksum of flat uint8 tensors as uint8 ``[16]`` on their device. On a GPU the host does not wait."""
     if rows and rows[0].device.type != "cpu":
         return hashed_blocks(rows)
     hasher = xxhash.xxh3_128()
@@ -53,7 +51,8 @@ def checksum_of(rows: Sequence[Tensor]) -> Tensor:
 
 
 def hashed_blocks(rows: Sequence[Tensor]) -> Tensor:
-    """uint8 ``[16]``: two sums over all blocks of their hashes, each times an odd number of its place."""
+    """Return uint8 ``[16]``, a checksum of flat uint8 tensors on their device: two int64 sums over the hashes of all
+    blocks of 1 KiB, each times an odd number that depends on the block's place. Each tensor's length counts, too."""
     sums, place = torch.zeros(2, dtype=torch.int64, device=rows[0].device), 0
     for row in rows:
         sums += row.shape[0] * (2 * place + 1)
@@ -69,9 +68,9 @@ def hashed_blocks(rows: Sequence[Tensor]) -> Tensor:
 
 
 def block_hashes(data: Tensor) -> Tensor:
-    """int64 ``[B]`` of uint8 ``[B * 1024]``: of each block of 1 KiB the sum of its 128 words, folded, each times an odd
-    number of its own. An odd factor loses nothing modulo 2^64, so a block with one word changed never keeps its hash;
-    the factors differ, so that words which change places, or all change alike, do not cancel out."""
+    """Return int64 ``[B]``, the hash of each block of 1 KiB of uint8 ``[B * 1024]``: the sum of the block's 128 words,
+    each folded and multiplied by an odd number of its own. An odd factor loses nothing modulo 2^64, so a block with one
+    word changed never keeps its hash. The factors differ, so words that change places do not cancel out."""
     aligned = data if data.storage_offset() % 8 == 0 else data.clone()
     words_BW = aligned.view(torch.int64).view(-1, HASH_BLOCK_BYTES // 8)
     return (_folded(words_BW) * (torch.arange(words_BW.shape[1], device=data.device) * _EVEN + 1)).sum(dim=1)

@@ -1,7 +1,4 @@
-"""Files on disk, for every room that reads or writes one: looked at before they are read, written whole or not at all.
-
-What is in a file is not this module's business.
-"""
+"""Files on disk, for every room that reads or writes: looked at before they are read, written whole or not at all."""
 
 import os
 import secrets
@@ -22,8 +19,8 @@ class FileError(ValueError):
 
 
 def require_readable(path: Path, most_bytes: int) -> int:
-    """Return the bytes of a file before it is read; FileError: a device, pipe or socket, or more than
-    ``most_bytes``."""
+    """Return a file's size in bytes; the file is not opened. FileError: it is a device, pipe or socket, or has more
+    than ``most_bytes``. IsADirectoryError: it is a folder."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
@@ -36,7 +33,8 @@ def require_readable(path: Path, most_bytes: int) -> int:
 
 
 def require_writable(path: Path, endings: Sequence[str] = ()) -> None:
-    """Look at where a file is to be written, before the work that it is the result of; FileError: another ending."""
+    """Check that a file can be written at ``path``; nothing is written. FileError: its name ends in none of ``endings``
+    (none given: any will do). OSError: its folder is missing or may not be written, or ``path`` is itself a folder."""
     if endings and path.suffix not in endings:
         raise FileError(f"{path}: the name must end in {' or '.join(endings)}")
     if not stat.S_ISDIR(path.parent.stat().st_mode):
@@ -49,11 +47,11 @@ def require_writable(path: Path, endings: Sequence[str] = ()) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the name ``path`` when the block ends well.
+    """Yield a new file, open for bytes. It takes the name ``path`` when the block ends without an exception.
 
-    It is written under a random name next to ``path``, made new and never through a link. Until the
-    end the old file stays; after an exception nothing else is left. A link at ``path`` is replaced, not followed. A
-    file of this user that is replaced keeps its permissions.
+    It is written under a random name next to ``path``, made new and never through a link. Until the end the old file
+    stays; after an exception the new one is removed. A link at ``path`` is replaced, not followed. A file of this user
+    that is replaced keeps its permissions.
 
     Raises:
         OSError: it cannot be written; the error names ``path``.
@@ -91,7 +89,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a whole file, text as UTF-8; see :func:`replacing`."""
+    """Write a whole file, text as UTF-8, in place of what is at ``path``. If that fails the old file stays."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

@@ -1,8 +1,7 @@
 """numba's compiler with a cache on the disk that notices each change of the compiled sources.
 
 numba's own cache looks at the file of a function alone, not at what that function calls. Here the cache is a folder
-named by a digest of all compiled sources of the package, and of those whose constants are compiled into them: after an
-update in place nothing old is ever loaded.
+named by a digest of all compiled sources of the package and of their constants, so nothing old is ever loaded.
 """
 
 import os
@@ -28,8 +27,8 @@ _MARK = b"@jit"
 
 
 def jit(function: Function) -> Function:
-    """Compile a function at its first call, without the interpreter's lock, and keep it on the disk. Divisions by zero
-    give what NumPy gives."""
+    """Return the function wrapped by numba: compiled at its first call, run without the interpreter's lock, and its
+    machine code kept in `cache_folder`. Divisions by zero give what NumPy gives."""
     settings: Any = numba.config
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(cache_folder())  # read below, for this function only
     try:
@@ -39,17 +38,18 @@ def jit(function: Function) -> Function:
 
 
 def is_compiled() -> bool:
-    """Return whether a planner process has compiled everything for these very sources."""
+    """Return whether `note_compiled` was called for these very sources, in any process; False where numba is
+    disabled."""
     return compiles() and _mark().exists()
 
 
 def compiles() -> bool:
-    """Return whether numba compiles here at all."""
+    """Return whether numba compiles: not where ``NUMBA_DISABLE_JIT`` is set."""
     return not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 
 
 def note_compiled() -> None:
-    """Note that everything is compiled, and remove what earlier sources left."""
+    """Mark `cache_folder` as complete by an empty file, and call `remove_older`. File system errors are ignored."""
     with suppress(OSError):  # each process compiles for itself
         _mark().touch()
         remove_older()
@@ -61,13 +61,14 @@ def _mark() -> Path:
 
 @cache
 def cache_folder() -> Path:
-    """Where compiled functions of this package are kept, for these very sources, this Python and this numba."""
+    """Return the folder of this package's compiled functions, for these very sources, this Python, numba and processor.
+    The folder is made if it is missing."""
     return folder_for(_PACKAGE)
 
 
 def folder_for(package: Path) -> Path:
-    """The folder for a package: in ``NUMBA_CACHE_DIR``, else inside the package, else (it cannot be written) in the
-    user's cache, else in the folder for temporary files."""
+    """Return the cache folder of a package, and make it: in ``NUMBA_CACHE_DIR``, else inside the package, else in the
+    user's cache, else in the folder for temporary files; the first of these that can be written."""
     name, given = _name(package), os.environ.get("NUMBA_CACHE_DIR")
     of_user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / package.name
     temporary = Path(tempfile.gettempdir())
@@ -81,7 +82,7 @@ def folder_for(package: Path) -> Path:
 
 
 def remove_older() -> None:
-    """Remove what earlier sources of this package left inside it."""
+    """Delete the cache folders of earlier sources, if this package's cache is inside the package; elsewhere nothing."""
     here = cache_folder()
     for other in here.parent.glob(f"{_PREFIX}-*") if here.parent == _PACKAGE / "__pycache__" else ():
         if other != here:

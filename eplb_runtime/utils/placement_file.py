@@ -22,13 +22,14 @@ class PlacementError(FileError):
 
 
 def to_json(fields: Mapping[str, Any]) -> str:
-    """Return the text of a file; ``fields``: all of NUMBERS but the version, and ARRAYS, where ``home`` may be None."""
+    """Return the text of a placement file. ``fields``: NUMBERS without the version, and ARRAYS; ``home`` may be
+    None."""
     arrays = {name: None if fields[name] is None else fields[name].tolist() for name in ARRAYS}
     return json.dumps({"format": FILE_FORMAT, "version": FILE_VERSION, **fields, **arrays})
 
 
 def from_json(text: str | bytes) -> Any:
-    """Return what a text holds, unchecked."""
+    """Return what a JSON text holds, without checking the fields. PlacementError: it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # it may be no text
@@ -36,13 +37,14 @@ def from_json(text: str | bytes) -> Any:
 
 
 def read(path: Path) -> Any:
-    """Return what a file holds, unchecked."""
+    """Return what a JSON file holds, fields unchecked. PlacementError: it is not JSON. FileError: it is too large."""
     require_readable(path, MOST_BYTES)
     return from_json(path.read_bytes())
 
 
 def checked(fields: Any) -> Mapping[str, Any]:
-    """Return fields in which every one of NUMBERS is a whole number, and ARRAYS hold lists of them."""
+    """Return ``fields`` as they are. PlacementError: they have another format or version, a field is missing, one of
+    NUMBERS is no integer, or one of ARRAYS is no list of lists of integers (``home`` may be None)."""
     if not isinstance(fields, Mapping) or fields.get("format") != FILE_FORMAT:
         raise PlacementError(f'not a placement file: its "format" is not "{FILE_FORMAT}"')
     for name in (*NUMBERS, *ARRAYS):

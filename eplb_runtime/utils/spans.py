@@ -1,8 +1,4 @@
-"""Names for what a rank does, in a profiler's trace: the phase, forward or backward, the layer, the epoch.
-
-They are ``eplb_runtime dispatch(F) layer=3 epoch=7``; `observe/traces` reads them back. Without a profiler a phase
-costs a question and nothing else.
-"""
+"""Spans in a profiler's trace, named ``eplb_runtime dispatch(F) layer=3 epoch=7``; `observe/traces` reads them back."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +13,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def phase(
     name: str, direction: str = "", layer: int | None = None, epoch: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Return a span of this name while a profiler runs; ``direction`` is ``"F"``, ``"B"`` or empty."""
+    """Return a context manager that records a span in the trace of a running profiler; without one it does nothing. The
+    span's name holds all arguments; ``direction`` is ``"F"``, ``"B"`` or empty."""
     # The first is of profilers of all threads, the second of those that C++ has started for this one.
     if not profiler._is_profiler_enabled and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING

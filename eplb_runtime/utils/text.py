@@ -5,14 +5,14 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 COLUMNS = 80
-"""Of a table at most."""
 _GLOO = re.compile(r"\[\S*gloo/\S*\.(?:cc|h):\d+\] (?P<what>.*?)(?:\. This is typically caused by .*)?$")
 """A message of gloo has the file and line of its own source before it, and general advice after it."""
 
 
 def one_line(error: BaseException, *, with_type: bool = False) -> str:
-    """Return the first line of an error's message, or the name of its type, which ``with_type`` puts before the message
-    unless the error is one of this package."""
+    """Return the first line of an error's message, or the name of its type if there is no message. Of gloo's messages
+    the source line and the advice are left out. ``with_type`` puts the type's name before messages of other packages'
+    errors."""
     kind = type(error)
     text = (str(error).strip().splitlines() or [kind.__name__])[0]
     if told := _GLOO.search(text):
@@ -27,7 +27,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns side by side; the last one is wrapped."""
+    """Return a table as text: headings, dashes, then the rows; the last column is wrapped at 80 characters."""
     lines = [tuple(headings), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings) - 1)]
     indent = sum(widths) + 2 * len(widths)

@@ -19,8 +19,8 @@ _OF_THIS_THREAD_ALONE = 1
 
 
 class Worker:
-    """Does what it is given, in order, on a daemon thread that starts with the first of it, so that work that never
-    returns does not keep the process from ending."""
+    """A daemon thread that does what it is given, in order; it starts with the first work. Work that never returns does
+    not keep the process from ending."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         self._name = name
@@ -35,7 +35,8 @@ class Worker:
         return self._tasks.qsize()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Return the future of ``work``; cancelled before it begins, it is left out."""
+        """Queue ``work`` and return its future; the first call starts the thread. Work whose future is cancelled before
+        it begins is skipped. RuntimeError: the worker is closed."""
         if self.closed:
             raise RuntimeError(f"the thread {self._name!r} is closed")
         future: Future[T] = Future()
@@ -48,8 +49,8 @@ class Worker:
         return future
 
     def do(self, work: Callable[[], T], seconds: float) -> T:
-        """Return what ``work`` returns; TimeoutError: not done in time, it goes on if it has begun, and else never
-        begins."""
+        """Do ``work`` on the thread, wait, and return its result or raise its exception. TimeoutError: it is not done
+        after ``seconds``. Work that has begun then goes on; other work is cancelled."""
         future = self.submit(work)
         try:
             return future.result(seconds)
@@ -60,7 +61,8 @@ class Worker:
             raise TimeoutError(f"no answer in {seconds:g} s") from None
 
     def close(self, seconds: float) -> bool:
-        """Take no more work, and wait for what was given at most so long. Whether the thread is gone."""
+        """Refuse further work, and wait at most ``seconds`` for the queued work, unless this is the worker's own
+        thread. Return whether no thread is left."""
         self._end()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -104,11 +106,11 @@ def _driver() -> Any:
 
 
 def ignore_captures_of_others() -> None:
-    """Let calls of this thread be no part of captures that other threads begin. Call it first on a thread.
+    """Exempt the calling thread from CUDA graph captures of other threads. Call it first on a thread.
 
     A capture in torch's default mode forbids every thread of the process to ask for events, to wait for them or to
-    copy: one such call ends the capture, and the job with it. The mode of a thread that does so says that it has no
-    part in it. torch's own watchdog of NCCL does the same.
+    copy: one such call ends the capture, and the job with it. This sets the calling thread's capture mode to
+    thread-local, as torch's watchdog of NCCL does. Without CUDA, or before torch has initialized it, nothing is done.
     """
     torch = sys.modules.get("torch")  # who has not imported it has no device
     if torch is None or not torch.cuda.is_initialized():

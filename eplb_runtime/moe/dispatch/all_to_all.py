@@ -4,9 +4,8 @@ Exactness (the order of each sum is independent of the placement): a slot's rows
 in the source's batch); the K results of a token are summed in the router's order, and so are the K gradients of its
 hidden state.
 
-To the experts: a row for each choice, or one for each rank that a token visits -> exchange -> rows by slot. To the
-tokens: the result, or gradient, of each choice -> exchange -> sums. Rows that stay on this rank skip the exchange: on
-either side of it they come first, in one piece, then the others by rank.
+A row for each choice, or one for each rank that a token visits, goes to the experts; a result, or gradient, of each
+choice comes back. Rows that stay on this rank skip the exchange: on either side they come first, the others by rank.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ class AllToAllSplits:
 
     @property
     def num_received_rows(self) -> int:
-        """Rows on this rank after the exchange, local ones included."""
+        """Return how many rows this rank has after the exchange, those that stay on it included."""
         return self.num_local_rows + sum(self.received)
 
     @classmethod
     def of(cls, index_U: Tensor, sent_R: NDArray[np.int64], received_R: NDArray[np.int64], rank: int) -> AllToAllSplits:
-        """``sent_R`` and ``received_R`` both count local rows, at ``rank``."""
+        """Return the exchange of rows ``index_U``. ``sent_R``, ``received_R``: all rows; those at ``rank`` stay."""
         sent, received = sent_R.tolist(), received_R.tolist()
         num_local_rows = sent[rank]
         sent[rank] = received[rank] = 0
         return cls(index_U, num_local_rows, sent, received)
 
     def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
-        """Return the exchange in the other direction; ``index_U``: from arrival order to the current one."""
+        """Return the exchange back. ``index_U``: the row to send at each place; None: every row, in order."""
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 
 
@@ -203,8 +202,7 @@ class AllToAll(Dispatcher):
     def _sends_tokens_once(self, slots_TK: Tensor) -> bool:
         """Return whether a token goes once to each rank where it has choices, not once for each choice, by the ranks
         that evenly spread choices would visit. A channel's first batch decides, before which tags are compared: counts
-        have one size then, whatever top-k a later batch has. Two batches at once each compare on their own channel:
-        which of them is first differs between ranks."""
+        have one size then, whatever top-k a later batch has. Channels differ in which batch is first."""
         group, ranks, top_k = self.channels.current().counts, self._num_ranks, slots_TK.shape[1]
         if group not in self._deduplicates:
             # Sending each token once to a rank costs a small exchange that names each choice's row.
@@ -213,8 +211,8 @@ class AllToAll(Dispatcher):
         return self._deduplicates[group]
 
     def _exchange_counts(self, counts_2RW: Tensor) -> tuple[NDArray[np.int64], Tensor]:
-        """Return int64 ``[2, R, W]``, sent to each rank and received from it, and the latter on the device. The one
-        host sync of a dispatch without known counts: torch.distributed takes sizes as host integers."""
+        """Return int64 ``[2, R, W]``, sent to each rank and received from it, and the latter on the device. One host
+        sync: torch.distributed takes sizes as host integers."""
         with self.channels.launching():
             dist.all_to_all_single(counts_2RW[1], counts_2RW[0], group=self.channels.current().counts)
         both: NDArray[np.int64] = counts_2RW.cpu().numpy()

@@ -50,7 +50,7 @@ class DispatchContext:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, slots_per_rank: int) -> DispatchContext:
-        """Use one group for tokens and counts; no forward has a tag of its own."""
+        """Return a context that uses ``group`` for tokens and counts, with its own tag and clock, and plain torch."""
         tag = ForwardTag(range(group.size()), group.rank())
         return cls(MicroBatchChannels(MicroBatchChannel(group, group)), slots_per_rank, tag)
 
@@ -68,8 +68,8 @@ class Dispatched:
         rows_MD: ordered by local slot; a slot's rows by source rank and position there.
         counts_S: rows of each slot: offsets on the device, numbers on the host if the dispatcher knows them.
         weights_M: the router weight of each row; None without gradients. The backward of ``combine`` returns unweighted
-            gradients. The expert compute multiplies them by these weights and computes the weights' gradients
-            (`moe.experts.compute.weigh_gradients`), so ``combine`` need not save expert outputs.
+            gradients. The expert compute weighs them (`moe.experts.compute.weigh_gradients`), so ``combine`` saves no
+            outputs.
         combine_weights: the router weights that ``combine`` multiplies: ``[T, K]`` in ``"logical"`` order, ``[M]`` by
             rank; without gradients.
         dtype: of the hidden states, and of the result of ``combine``.
@@ -102,15 +102,18 @@ class Dispatcher(ABC):
         self._memory = RowMemory()
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
-        """Return what carries such hidden states, or refuse them: alike on all ranks. Ahead of `plan`."""
+        """Return the dispatcher that carries this batch, alike on all ranks, ahead of `plan`: here this one. A subclass
+        may return another, also after a collective, or raise ConfigError."""
         return self
 
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
-        """Return which row goes where; with known ``counts`` a dispatcher may skip its exchange of them."""
+        """Return where each row goes, for `dispatch`. ``slots_TK``: int64, the slot of each choice. ``counts``: how
+        many rows go where, if that is known; a dispatcher may then skip the exchange of counts."""
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
-        """Send each (token, choice) to its slot; also with metadata of the same choices. Differentiable."""
+        """Send the hidden state of each choice to its slot, and return what arrived here. ``metadata``: of `plan`, or
+        of an earlier dispatch of the same choices. Differentiable."""
         learns, by_rank = torch.is_grad_enabled(), self.combine_order == "by_rank"
         travelling = weights_TK if learns or by_rank else None
         rows_MD, weights_M, counts_S, metadata = _Dispatch.apply(hidden_TD, travelling, metadata, self)
@@ -118,9 +121,9 @@ class Dispatcher(ABC):
         return Dispatched(rows_MD, counts_S, weights_M if learns else None, combine_weights, hidden_TD.dtype, metadata)
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched, in_flight: InFlight | None = None) -> Tensor:
-        """Return ``[T, D]`` in the dtype of the hidden states: each token's results times their router weights, summed.
-        Differentiable; the gradient for ``out_MD`` is unweighted. Results travel in that dtype, which all know. The
-        backward checks ``in_flight`` first, and ends it."""
+        """Return ``[T, D]``, the sum of each token's results times their router weights, in the dtype of the hidden
+        states, in which results travel. Differentiable; the gradient for ``out_MD`` is not multiplied by router
+        weights. The backward pass calls ``in_flight.check()``, which may raise, and ``in_flight.end()``."""
         combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self, in_flight)
         return combined_TD
 
@@ -130,21 +133,22 @@ class Dispatcher(ABC):
     def to_experts(
         self, source_TD: Tensor, weights_TK: Tensor | None, metadata: Any, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        """Return rows ``[M, D]``, weights ``[M]`` and counts by slot, and metadata for the same way again.
-        ``gradients``: the rows are gradients of results, not hidden states."""
+        """Send rows to the slots of their choices. Return the rows that arrive here, ``[M, D]`` by slot; their router
+        weights ``[M]``, None without ``weights_TK``; the rows of each slot; and metadata to send the same choices
+        again. ``gradients``: rows are gradients of results, not hidden states."""
 
     @abstractmethod
     def to_tokens(
         self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ``[T, D]``, the sum of each token's rows, times the ``combine_weights`` if given; and ``[T, K]``, what
-        each of its choices has in ``grad_M``."""
+        """Send ``rows_MD`` back. Return ``[T, D]``, the sum of each token's rows, times ``weights`` (of `Dispatched`)
+        if given; and ``[T, K]``, each choice's value in ``grad_M``, or None without it."""
 
     # -- for every kind ------------------------------------------------------------------------------------------------
 
     def gather_counts(self, counts_E: Tensor) -> NDArray[np.int64]:
-        """Return int64 ``[R, E]`` from each rank's int64 ``[E]``, by one collective and one host sync. The tag of the
-        forward travels along, and must be the same on all ranks."""
+        """Return int64 ``[R, E]`` on the host: ``counts_E``, int64 ``[E]``, of each rank. One collective, one host
+        sync. The forward's tag travels along; if tags of ranks differ, all raise OutOfStepError."""
         group = self.channels.current().counts
         mine = torch.cat([counts_E, counts_E.new_full((1,), self.forward_tag.value)])
         all_RW = mine.new_empty(group.size(), len(mine))

@@ -2,10 +2,8 @@
 
 Collectives of one group must come in one order on all its ranks, and two threads have none between them. So backward
 passes, and the second thing that `MicroBatchChannels.both` runs, exchange in groups of their own once these are open.
-
-All ranks launch the exchanges of both in one order, and on a device each of two things has a stream of its own. A
-kernel that waits for its peers keeps what it has on the GPU until they come: if one rank launches A before B and
-another B before A, and the hardware or the driver takes them in that order, both wait for ever.
+All ranks launch the exchanges of both in one order: a kernel that waits for its peers keeps what it has on the GPU, and
+if one rank launched A before B and another B before A, both could wait for ever.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ class CollectiveOrder:
 
     @contextlib.contextmanager
     def launching(self, channel: int) -> Iterator[None]:
-        """Inside, the next exchange of channel 0 or 1 is launched; waits for the other's launches that come first.
-        Raises RuntimeError if the other does not get there in time."""
+        """Inside, channel 0 or 1 launches its next exchange, which is counted at the end. Entering waits for the other
+        channel's launches that come first; it raises RuntimeError if they do not come in time."""
         turn, other = self._launched[channel] + channel, 1 - channel
         with self._changed:
             if not self._changed.wait_for(lambda: self._launched[other] >= turn, self._seconds):
@@ -73,16 +71,15 @@ class CollectiveOrder:
                 self._changed.notify_all()
 
     def end(self, channel: int) -> None:
-        """Record that a channel launches nothing any more, having done its work or failed."""
+        """Record that a channel launches nothing any more, so that the other channel no longer waits for it."""
         with self._changed:
             self._launched[channel] = math.inf
             self._changed.notify_all()
 
 
 class TwoStreams:
-    """Two streams of a device next to the caller's; on a CPU none. They start after what the caller's has to do, and it
-    goes on after both; meanwhile it has nothing to do. No host sync, and no `record_stream`: memory of either side is
-    not used again before the other side has been waited for. ``module``: that of the device's kind, as `torch.cuda`."""
+    """Two streams of a device next to the caller's; on a CPU none. No host sync, and no `record_stream`: memory of
+    either side is not used again before the other side has been waited for. ``module``: `torch.cuda` or its like."""
 
     def __init__(self, device: torch.device | None = None, module: Any = None) -> None:
         self.device = device or torch.device("cpu")
@@ -94,7 +91,8 @@ class TwoStreams:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[tuple[Any, Any]]:
-        """Inside, the two streams, which wait for what the current one has to do; it waits for both at the end."""
+        """Give the two streams (made at the first call), or two None on a CPU. They wait for what the current stream
+        has to do; at the end the current stream waits for both."""
         if self.on_device:
             if self._made[0] is None:
                 self._made = self._module.Stream(self.device), self._module.Stream(self.device)
@@ -108,7 +106,7 @@ class TwoStreams:
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Inside, on any thread, this stream is the current one."""
+        """Make ``stream`` this thread's current stream inside; its device stays the thread's. No effect on a CPU."""
         if self.on_device:
             self._module.set_device(self.device)  # each thread has a current device of its own
         with self._module.stream(stream) if self.on_device else nullcontext():
@@ -116,7 +114,8 @@ class TwoStreams:
 
     @contextlib.contextmanager
     def in_turn(self, what: str) -> Iterator[None]:
-        """Inside, streams use the same memory: each use waits for the one before, on the device."""
+        """Inside, this stream uses the memory called ``what``: on the device it waits for the last use by another
+        stream, and leaves an event for the next use. Other threads wait at a lock meanwhile."""
         with self._lock:
             stream = self.current()
             before, written = self._last.get(what, (stream, None))
@@ -128,7 +127,7 @@ class TwoStreams:
                 self._last[what] = stream, None if stream is None else stream.record_event()
 
     def current(self) -> Any:
-        """Return this thread's stream."""
+        """Return this thread's current stream of the device; None on a CPU."""
         return self._module.current_stream(self.device) if self.on_device else None
 
 
@@ -158,12 +157,13 @@ class MicroBatchChannels:
 
     @property
     def busy(self) -> bool:
-        """Return whether two things run at once."""
+        """Return whether `both` is running two things."""
         return self._order is not None
 
     def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
-        """Add the second way. On every rank of the group, between forwards and backward passes. ``ahead`` is called
-        before two things begin, on the thread that has them run."""
+        """Set the channel ``second``, for backward passes and second batches. Call it on every rank of the group,
+        between forwards and backward passes. ``ahead`` is kept: `both` calls it before it begins, on its caller's
+        thread."""
         self.second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
@@ -173,17 +173,19 @@ class MicroBatchChannels:
         return self.second if in_backward() or threading.get_ident() == self._second_thread else self.first
 
     def launching(self) -> AbstractContextManager[None]:
-        """Inside, an exchange is launched, when it is this one's turn on every rank. Not within another."""
+        """Return a context in which one exchange is launched. While `both` runs, entering waits for this thread's turn
+        in the order that all ranks keep; else it does nothing. Not within another."""
         order = self._order
         return nullcontext() if order is None else order.launching(int(self.current() is not self.first))
 
     def add_gradients_here(self) -> None:
-        """Let gradients be added after what this stream has to do by then, and this stream go on after that."""
+        """Remember this thread's current stream as the one that adds gradients, for `adding`."""
         self._gradients = self.streams.current()
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Inside, gradients are written that another stream may add to."""
+        """Inside, gradients are written: this stream waits for the stream of `add_gradients_here` before, and that
+        stream for this one after. Nothing happens if it is the same stream, or none was remembered."""
         here, other = self.streams.current(), self._gradients
         if other is None or here == other:
             yield
@@ -195,11 +197,11 @@ class MicroBatchChannels:
             other.wait_stream(here)
 
     def shared(self, what: Literal["counts", "low latency"]) -> AbstractContextManager[None]:
-        """Inside, memory is used that both of two things at once write."""
+        """Return a context for memory that both things at once write: while `both` runs they take turns at ``what``."""
         return self.streams.in_turn(what) if self.busy else nullcontext()
 
     def before_backward(self) -> None:
-        """Raise BackwardInsideError if a backward pass has come to a layer while two things run that may have none."""
+        """Raise BackwardInsideError if `both` runs with ``forwards_only``; else do nothing."""
         if self._forwards_only:
             raise BackwardInsideError(
                 "a backward pass inside at_once would mix up the token exchanges of the two batches: return the "
@@ -209,14 +211,16 @@ class MicroBatchChannels:
     def both(
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
-        """Run ``current`` on this thread and ``second``, which alone may have a backward pass, on one that is kept, in
-        this one's modes of gradients and of autocast; on every rank of the group alike. RuntimeError: two run at once
-        already.
+        """Return the results of ``current``, run on this thread, and ``second``, run at the same time on a worker
+        thread that is kept. Call it alike on every rank of the group. First calls ``ahead`` of `open`. ``second``,
+        which alone may have a backward pass, has this thread's modes of gradients, inference and autocast. If
+        ``current`` raises, ``second`` is not waited for (after BackwardInsideError it is). Raises RuntimeError if two
+        things run already.
 
         Args:
             swapped: each on the other's stream. A backward pass runs on the stream of its forward, so the caller says
                 which that was.
-            forwards_only: neither may have a backward pass; one that has raises (`before_backward`).
+            forwards_only: neither may have a backward pass, which would raise BackwardInsideError.
         """
         assert self.second is not None
         if self.busy:
@@ -255,6 +259,7 @@ class MicroBatchChannels:
             self._order, self._forwards_only = None, False
 
     def alone(self, work: Callable[[], T], swapped: bool = False) -> T:
-        """Run one thing on its stream, so that its backward pass can be one of two things at once."""
+        """Return the result of ``work``, run on the first of the two streams (``swapped``: the second), so that its
+        backward pass can be one of two things at once."""
         with self.streams.begin() as pair, self.streams.on(pair[swapped]):
             return work()

@@ -43,7 +43,7 @@ class DispatchChoice(NamedTuple):
 
 
 def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: int, device: torch.device) -> str:
-    """Return why DeepEP cannot serve this rank with these settings, in a line, or ""."""
+    """Return in one line why DeepEP cannot serve this rank with these settings, or "" if it can."""
     ranks, low_latency = topology.num_ranks, config.dispatch.low_latency_tokens > 0
     between_nodes = ranks > deepep.RANKS_OF_A_NODE
     most = _MOST_SLOTS if between_nodes else _MOST_SLOTS_OF_A_NODE
@@ -71,8 +71,9 @@ def choose_together(
     device: torch.device,
     seconds: float,
 ) -> DispatchChoice:
-    """Return one choice for all ranks of this EP group, by ``DispatchConfig.name`` and what each rank lacks. Collective
-    over it, if there is something to find out."""
+    """Return one choice for all ranks of this EP group. ``"auto"``: DeepEP if every rank can use it, else all-to-all,
+    where ``why`` names a rank that cannot. ``"deepep"``: DeepEP, where ``problem`` names that rank. For these two,
+    ranks gather their reasons over ``group`` within ``seconds``; other names are returned as they are."""
     if (asked := config.dispatch.name) in OVER_TORCH:
         return DispatchChoice(asked)
     mine = why_not_deepep(config, topology, slots_per_rank, device).encode()
@@ -86,13 +87,14 @@ def choose_together(
 
 
 def notes(config: BalancerConfig) -> list[str]:
-    """Return what these settings give up, a line each."""
+    """Return one line for each dispatch setting that is not its default and makes results less exact."""
     given = vars(config.dispatch)
     return [f"{name}{said}" for name, said in _NOTES.items() if given[name] != DispatchConfig.__dict__[name]]
 
 
 def make_dispatcher(config: BalancerConfig, name: str, topology: Topology, context: DispatchContext) -> Dispatcher:
-    """Make the dispatcher of an EP group; ``name``: the choice."""
+    """Return a new dispatcher of an EP group; ``name``: `DispatchChoice.name`. Where the setting is ``"auto"``,
+    DeepEP's gets an all-to-all dispatcher for batches that it refuses."""
     if name == "all_to_all":
         return AllToAll(context)
     if name == "hierarchical":
@@ -101,7 +103,7 @@ def make_dispatcher(config: BalancerConfig, name: str, topology: Topology, conte
 
 
 def micro_batch_overlap_problem(config: BalancerConfig, device: torch.device, is_sharded: bool) -> str:
-    """Return why two batches at once would be wrong on streams of their own, or ""."""
+    """Return in one line why two batches at once cannot run on streams of their own, or "" if they can."""
     if device.type == "cpu":
         return ""
     if config.overlap:

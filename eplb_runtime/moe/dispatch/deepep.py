@@ -1,14 +1,12 @@
 """Dispatch over DeepEP's first interface, `deep_ep.Buffer`, whose kernels send rows from GPU to GPU without the host.
 
-Two orders of sums: ``"by_rank"``, a row for each rank that a token visits, and ``"logical"``, where each choice is a
-row of its own with one expert (README). A row is a hidden state in bfloat16, or in float8 with scales. Router
-weights, and their gradients on the way back, go beside the rows as DeepEP carries them, in float32, and keep every bit:
-a gradient has one summand that is not zero. A handle that is used again carries rows alone, so weights are kept from
-its first use.
+Two orders of sums: ``"by_rank"``, a row for each rank that a token visits, and ``"logical"``, a row for each choice
+(README). A row is a hidden state in bfloat16, or in float8 with scales. Router weights, and their gradients on the way
+back, go beside the rows in float32 and keep every bit: a gradient has one summand that is not zero. A handle that is
+used again carries rows alone, so weights are kept from its first use.
 
-Whether the package is there, and the buffers of a process: `distributed/transports/deepep.py`. Shape suffixes in
-addition to the room's: N rows of this rank (tokens, or choices in logical order), W slots that a row may go to (K, or
-1), U rows that arrive here, C columns.
+The buffers of a process: `distributed/transports/deepep.py`. Shape suffixes in addition to the room's: N rows of this
+rank (tokens, or choices in logical order), W slots that a row may go to (K, or 1), U rows that arrive here, C columns.
 """
 
 from __future__ import annotations
@@ -87,8 +85,8 @@ class RecvLayout(DispatchMetadata):
 
     @classmethod
     def of(cls, handle: Any, slots_UW: Tensor, weights_UW: Tensor | None, sent: SendLayout) -> RecvLayout:
-        """Return rows by slot, those of a slot as they arrived: by source rank and position there. ``slots_UW``: local
-        ones, -1 where a choice is on another rank, and for rows past those that came."""
+        """Return the layout of the choices that arrived: by slot, then by source rank and position there. ``slots_UW``:
+        local slots; -1 where a choice is on another rank, and in rows that did not come."""
         slots_N = slots_UW.reshape(-1)
         here_N = slots_N >= 0
         order_N = torch.argsort(torch.where(here_N, slots_N, 1 << 30), stable=True)
@@ -103,8 +101,8 @@ _Layout = SendLayout | RecvLayout
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyLayout(DispatchMetadata):
-    """Where the rows of one batch go: slots, and once they went DeepEP's handle and for each row by slot its place in
-    ``[S, R * most tokens]``."""
+    """Where the rows of one batch go: slots, and once they went DeepEP's handle and each row's place (``index_M``, by
+    slot) in ``[S, R * most tokens]``."""
 
     slots_TK: Tensor
     handle: Any = None
@@ -112,11 +110,10 @@ class LowLatencyLayout(DispatchMetadata):
 
 
 class LowLatency(Dispatcher):
-    """DeepEP's low-latency kernels, for inference: batches of up to ``most_tokens`` on each rank, in a buffer made for
-    so many. Each choice goes to its expert's rank by itself, in no order; rows are brought into the order that all
-    dispatchers keep. Results are weighed and summed where the token is, in float32 and in the router's order. Without
-    gradients only. Two batches at once take turns with one buffer. Raises ConfigError where DeepEP is not there, or
-    cannot serve this group so."""
+    """DeepEP's low-latency kernels, for inference without gradients: up to ``most_tokens`` tokens on each rank. Each
+    choice goes to its expert's rank by itself; rows are brought into the order that all dispatchers keep. Results are
+    weighed and summed where the token is, in float32 and in the router's order. Two batches at once take turns with one
+    buffer. Raises ConfigError where DeepEP is not there, or cannot serve this group so."""
 
     def __init__(self, context: DispatchContext, most_tokens: int, in_float8: bool) -> None:
         super().__init__(context)
@@ -130,7 +127,8 @@ class LowLatency(Dispatcher):
         self._made: tuple[int, Any] | None = None
 
     def refusal(self, hidden_TD: Tensor, weights_TK: Tensor) -> str:
-        """Return why there are no kernels for these, by shapes alone, or ""."""
+        """Return why the kernels cannot take this top-k or width, or a width that is not the buffer's; "" if they
+        can."""
         width, top_k = hidden_TD.shape[1], weights_TK.shape[1]
         if width in WIDTHS and top_k <= MOST_TOP_K and (self._made is None or self._made[0] == width):
             return ""
@@ -196,15 +194,12 @@ class LowLatency(Dispatcher):
 
 class DeepEPDispatcher(Dispatcher):
     """Dispatch and combine of bfloat16 for one EP group; physical slots are DeepEP's experts. A process keeps DeepEP's
-    buffers.
+    buffers. Raises ConfigError if the package is not there or cannot serve this group.
 
     Args:
         context: of an EP group on GPUs; DeepEP exchanges addresses in it (as pickles) when buffers are made.
         config: ``combine_order``, ``num_sms``, ``dtype`` and ``low_latency_tokens`` are used here.
         otherwise: carries what DeepEP refuses; None: an error.
-
-    Raises:
-        ConfigError: the package is not there or cannot serve this group.
     """
 
     def __init__(self, context: DispatchContext, config: DispatchConfig, otherwise: Dispatcher | None = None) -> None:
@@ -259,8 +254,6 @@ class DeepEPDispatcher(Dispatcher):
     def to_tokens(
         self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: RecvLayout
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows by slot are summed for each received row; sums, and the gradient of each choice's weight, go to where
-        the choices were made."""
         weights_M, width = weights if self._by_rank else None, rows_MD.shape[1]
         sums_UD = self.kernels.sum_local_choices(rows_MD, metadata.place_UW, weights_M, WIRE_DTYPE)
         grad_UW = None
@@ -281,12 +274,9 @@ class DeepEPDispatcher(Dispatcher):
     # -- DeepEP's calls ------------------------------------------------------------------------------------------------
 
     def _buffer(self) -> Any:
-        """The buffer of the current micro-batch. Experts and their replicas may go by the first one's.
-
-        Kernels of both micro-batches may be on a GPU at once and wait for their peers there. That ends: all ranks
-        launch them in one order (`MicroBatchChannels.launching`), and there are multiprocessors for both
-        (`Balancer.at_once` checks it), while compute ends by itself.
-        """
+        """Return the buffer of the current micro-batch. Kernels of both micro-batches may be on a GPU at once and wait
+        for their peers. That ends: all ranks launch them in one order (`MicroBatchChannels.launching`), and
+        `Balancer.at_once` checks that there are multiprocessors for both."""
         deepep.refuse_filled_memory()
         channel = self.channels.current()
         if channel not in self._buffers:
@@ -299,11 +289,8 @@ class DeepEPDispatcher(Dispatcher):
         return self._buffers[channel]
 
     def _send(self, rows_NC: Rows, weights_TK: Tensor | None, metadata: SendLayout) -> tuple[Rows, RecvLayout]:
-        """Rows that arrive, and their layout, without a host sync.
-
-        DeepEP need not tell the host what arrives. Inside a node it would wait with Python's interpreter locked
-        (csrc/deep_ep.cpp, `intranode_dispatch`): no thread of this process could answer the rank that it waits for.
-        """
+        """Return the rows that arrive, and their layout, without a host sync: inside a node DeepEP would wait with
+        Python's interpreter locked (`intranode_dispatch`), so no thread could answer the rank that it waits for."""
         (to_ranks, to_nodes, to_slots, in_rank), slots_NW = metadata.sent, metadata.slots_NW
         weights = torch.zeros_like(slots_NW) if weights_TK is None else weights_TK
         rows, slots_UW, weights_UW, _, handle, _ = self._buffer().dispatch(
@@ -340,7 +327,7 @@ class DeepEPDispatcher(Dispatcher):
 
 
 def refusal(hidden_TD: Tensor, weights_TK: Tensor, in_float8: bool) -> str:
-    """Return why such hidden states cannot travel so, or ""."""
+    """Return why DeepEP cannot carry rows of this width and these dtypes, or "" if it can."""
     width, dtype = hidden_TD.shape[1], FLOAT8 if in_float8 else WIRE_DTYPE
     given = f"these hidden states have {width} columns of {hidden_TD.dtype}, and weights are {weights_TK.dtype}"
     if hidden_TD.dtype != WIRE_DTYPE or weights_TK.dtype.itemsize > torch.float32.itemsize:
@@ -356,7 +343,8 @@ def refusal(hidden_TD: Tensor, weights_TK: Tensor, in_float8: bool) -> str:
 
 
 def pack(hidden_TD: Tensor, times: int, in_float8: bool) -> Rows:
-    """Return a token's hidden state so many times, ``T * times`` rows."""
+    """Return the rows to send: each hidden state ``times`` times in a row, with zero columns added up to DeepEP's
+    sizes. ``in_float8``: rows in float8 and their scales, one for 128 columns."""
     if not in_float8:
         return _filled(hidden_TD, ROW_BYTES // WIRE_DTYPE.itemsize).repeat_interleave(times, dim=0)
     blocks_TBC = hidden_TD.unflatten(1, (-1, SCALED_COLUMNS)).float()
@@ -368,7 +356,7 @@ def pack(hidden_TD: Tensor, times: int, in_float8: bool) -> Rows:
 
 
 def unpack(rows: Rows, index_M: Tensor, width: int) -> Tensor:
-    """Return bfloat16 ``[M, D]``, the hidden states of some rows, in memory of its own."""
+    """Return bfloat16 ``[M, D]`` in new memory: rows ``index_M``, without added columns; float8 times its scales."""
     if isinstance(rows, Tensor):
         return rows[:, :width].index_select(0, index_M)
     rows_MD = rows[0].view(torch.uint8).index_select(0, index_M).view(FLOAT8)

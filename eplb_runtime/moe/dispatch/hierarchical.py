@@ -1,12 +1,10 @@
 """Dispatch over torch.distributed for several nodes: a token crosses to a node once, and is forwarded inside it.
 
 A token goes from its rank to the rank of the same place on each node where it has choices, and from there once to each
-rank that it visits. Two exchanges in the place of one, each among all ranks of the EP group: what goes to ranks that
-have no part in one is empty.
-
-In logical order results come back one for each choice, as `all_to_all` brings them, to the same bits. By rank they are
-weighed and summed where they were computed, summed again where the token came to the node, and once more where it came
-from: a row for each node crosses back.
+rank that it visits: two exchanges among all ranks of the EP group, each empty for ranks that have no part in it. In
+logical order results come back one for each choice, as `all_to_all` brings them, to the same bits. By rank they are
+weighed and summed where they were computed, again where the token came to the node, and once more where it came from: a
+row for each node crosses back.
 
 Shape suffixes in addition to the room's: N nodes, G ranks a node, F tokens that come to this rank to be forwarded.
 """
@@ -29,13 +27,11 @@ from .permute import block_offsets, local_first_order
 
 
 class Hierarchical(AllToAll):
-    """Dispatch and combine for one EP group.
+    """Dispatch and combine for one EP group. Sizes are exchanged for every new batch: known ``counts`` are not by node.
 
     Args:
         ranks_per_node: G, consecutive ranks; divides the group's size.
         combine_order: by rank, sums are in float32, rounded to the rows' dtype where they travel.
-
-    Sizes are exchanged for every new batch, even if ``counts`` are known: these are not by node.
     """
 
     def __init__(

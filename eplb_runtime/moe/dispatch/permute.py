@@ -1,10 +1,8 @@
 """Which row goes where on one rank, in plain torch: the order that rows are sent in, the order that experts want them
-in, and the sums that bring a token's choices together again. No communication here.
+in, and the sums that bring a token's choices together again, in the router's order. No communication and no state.
 
 Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (choice ``t * K + k``), M rows that
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
-
-Each is a function of its arguments alone; sums run over a token's choices in the router's order.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ _SPARE_EIGHTHS = 1
 
 
 class RowMemory:
-    """Uninitialised tensors of ``[rows, width]``, where rows lie while they travel: on a CPU in buffers that are kept,
-    since fresh ones cost a page fault every 4 KiB. A device's allocator keeps its memory by itself. A buffer is handed
-    out again only when no tensor - and so no graph - holds its storage any more."""
+    """Uninitialised ``[rows, width]`` tensors for rows that travel: on a CPU in buffers that are kept, since fresh ones
+    cost a page fault every 4 KiB. A buffer is handed out again when no tensor - and so no graph - holds its storage."""
 
     def __init__(self) -> None:
         self._storages: list[torch.UntypedStorage] = []
         self._lock = Lock()
 
     def like(self, example: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return ``[rows, D]`` on the device of ``example`` ``[..., D]``, in its dtype unless another is named."""
+        """Return an uninitialised ``[rows, D]`` on the device of ``example`` ``[*, D]``, in its dtype unless ``dtype``
+        says another. A large one on a CPU lies in a kept buffer that no tensor uses, or in a new one that is kept."""
         dtype, shape = dtype or example.dtype, (rows, example.shape[1])
         size = rows * example.shape[1] * dtype.itemsize
         if example.device.type != "cpu" or size < _SMALLEST_POOLED or _holders is None:
@@ -95,7 +93,8 @@ class Arriving(NamedTuple):
 def leaving(
     slots_TK: Tensor, rank: int, num_ranks: int, slots_per_rank: int, *, dedup: bool, tag: int | None = None
 ) -> Leaving:
-    """Return what to send where, without a host sync. ``dedup``: a token once to each rank. ``tag``: sent along."""
+    """Return which rows this rank sends, in which order, and how many to each slot, without a host sync. ``dedup``: a
+    token goes once to each rank that it visits. ``tag``: a number that is sent with the counts; None: none is."""
     slots_N, device, num_slots = slots_TK.reshape(-1), slots_TK.device, num_ranks * slots_per_rank
     # The slots of this rank come first, so that what stays here lies in one piece and what leaves in another, by rank.
     place_P = _places_of_slots(rank * slots_per_rank, slots_per_rank, num_slots, device)
@@ -127,8 +126,9 @@ def arriving(
     source_row_M1: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Arriving:
-    """Return where rows arrive, and where they are wanted, by the counts that each rank has sent here (``counts``: the
-    same on the device) and `Leaving.source_row_N1` of all ranks, in arrival order."""
+    """Return where each row arrives, and its place by slot. ``counts_RW``: what each rank has sent here; ``counts``,
+    the same on the device, is for kernels. ``first``: this rank. ``source_row_M1``: `Leaving.source_row_N1` of all
+    ranks, in arrival order; None: each choice has a row of its own."""
     counts_RS = counts_RW[:, :slots_per_rank]
     order_R = local_first_order(len(counts_RS), first)
     arriving_RS = counts_RS[order_R]
@@ -165,41 +165,42 @@ def _places_of_slots(first_slot: int, slots_per_rank: int, num_slots: int, devic
 
 
 def count(slots_N: Tensor, num_slots: int) -> Tensor:
-    """int64 ``[P]``: how many of the choices went to each slot. No host sync."""
+    """Return int64 ``[P]``: how many choices each slot has. No host sync."""
     return slots_N.new_zeros(num_slots).scatter_add_(0, slots_N, torch.ones_like(slots_N))
 
 
 def inverse(permutation_N: Tensor) -> Tensor:
-    """int64 ``[N]``: where each element has gone."""
+    """Return the inverse permutation, int64 ``[N]``: at each old place the new one."""
     places = torch.arange(permutation_N.shape[0], device=permutation_N.device)
     return torch.empty_like(permutation_N).index_copy_(0, permutation_N, places)
 
 
 def block_offsets(rows_R: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """int64 ``[R]``: where each rank's rows begin if those of ``first`` lie before all others."""
+    """Return int64 ``[R]``: where each rank's rows begin if those of rank ``first`` come before all others."""
     order_R, begin_R = local_first_order(len(rows_R), first), np.empty_like(rows_R)
     begin_R[order_R] = group_begins(rows_R[order_R])
     return begin_R
 
 
 def local_first_order(num_ranks: int, first: int) -> NDArray[np.int64]:
-    """int64 ``[R]``: ``first``, then the others in order."""
+    """Return int64 ``[R]``: rank ``first``, then the other ranks in ascending order."""
     return np.array([first, *(rank for rank in range(num_ranks) if rank != first)])
 
 
 def group_begins(counts_AB: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each group begins when they lie one after another."""
+    """Return where each group begins, in the shape of the counts, if groups follow one another in row-major order."""
     block_offsets: NDArray[np.int64] = (np.cumsum(counts_AB) - counts_AB.ravel()).reshape(counts_AB.shape)
     return block_offsets
 
 
 def visits(rank_TK: Tensor, num_ranks: int) -> Tensor:
-    """int64 ``[T, R]``: 1 where a token has a choice on a rank, else 0."""
+    """Return int64 ``[T, R]``: 1 where a token has a choice on a rank, else 0."""
     return rank_TK.new_zeros(rank_TK.shape[0], num_ranks).scatter_(1, rank_TK, 1)
 
 
 def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ``[U]``, tokens by the ranks that they visit, and ``[T, R]``, their place there."""
+    """Return int64 ``[rows]``, the tokens that visit each rank, a rank's from ``begin_R`` on; and int64 ``[T, R]``, the
+    place of a token among those that visit the rank."""
     within_TR = visits_TR.cumsum(dim=0) - 1
     # One place more than rows: what is not sent goes there.
     place_TR = torch.where(visits_TR > 0, within_TR + begin_R, rows)
@@ -209,8 +210,9 @@ def dedup_tokens(visits_TR: Tensor, begin_R: Tensor, rows: int) -> tuple[Tensor,
 
 
 def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
-    """Return ``[T, D]``: each token's choices, weighted, summed in the router's order, in the wider of both dtypes;
-    products are rounded to it (in float32 on a CPU they need not be), and summed in float32 at least."""
+    """Return ``[T, D]``: the sum of each token's rows, which are at ``place_TK``, times ``weights_TK`` if given, in the
+    router's order. The dtype is the wider of both; products are rounded to it (in float32 on a CPU they need not be),
+    and sums are in float32 at least. The result may lie in ``memory``."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     if rows_ND.device.type == "cpu" and rows_ND.dtype == dtype == torch.float32 and place_TK.numel():
         # In one pass over the rows, a token's choices one after another; in bfloat16 it would round after each.
@@ -220,7 +222,8 @@ def sum_choices(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK
 
 
 def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights_TK: Tensor | None = None) -> Tensor:
-    """`sum_choices` as it is on a GPU, in float32 at least: every product is rounded, and every sum."""
+    """Return ``[T, D]``, the sums of `sum_choices` as a GPU makes them: each product and each sum is rounded, in
+    float32 or a wider dtype. The result may lie in ``memory``."""
     dtype = rows_ND.dtype if weights_TK is None else torch.promote_types(rows_ND.dtype, weights_TK.dtype)
     total_TD = memory.like(rows_ND, place_TK.shape[0], torch.promote_types(dtype, torch.float32)).zero_()
     row_TD = memory.like(rows_ND, place_TK.shape[0])
@@ -237,8 +240,8 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
 def sum_local_choices(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return ``[U, D]``: each token's choices of which the rows are here (place -1: not here), weighted, summed in the
-    router's order; products are rounded to the wider dtype of both, and summed in float32 at least."""
+    """Return ``[U, D]`` in ``dtype``: `sum_choices` of the choices whose rows are here (place -1: not here).
+    ``weights_M`` are of rows. Products are rounded to the wider dtype of both; sums are in float32 at least."""
     rows_MD = rows_MD if weights_M is None else rows_MD * weights_M.unsqueeze(1)
     here_UK = place_UK >= 0
     place_N, count_U = place_UK[here_UK], here_UK.sum(dim=1)

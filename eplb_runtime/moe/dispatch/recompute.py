@@ -1,12 +1,11 @@
 """Forwards of one layer whose backward is still to come: what was worked out for them is used again when activation
 checkpointing repeats the forward.
 
-Which of them is being repeated? PyTorch does not say, and a rank cannot tell by its own tokens (it may have none), yet
+PyTorch does not say which forward is being repeated, and a rank cannot tell by its own tokens (it may have none), yet
 all ranks must choose alike: one that exchanges counts alone waits for ever. So the rule asks only for what is the same
-on every rank: a forward of this layer that is alone in flight is the one; with several (a pipeline, or losses added up
-before one backward), or at once with another batch, whose forward may come before or after, nothing is used again and
-the route is worked out again - the same one: a function of the placement and of all ranks' counts. The choices of this
-rank are compared as a check.
+on every rank: a forward that is alone in flight is the one. With several (a pipeline, or losses added up before one
+backward), or with another batch at once, the route is worked out again - the same one: a function of the placement and
+of all ranks' counts. The choices of this rank are compared as a check.
 """
 
 from __future__ import annotations
@@ -49,13 +48,14 @@ class InFlight:
     is_over: bool = False
 
     def check(self) -> None:
-        """Raise if its gradients would not find its experts; on every rank."""
+        """Raise RuntimeError if the layer's placement has changed since this forward, so that gradients would go to
+        other experts; BackwardInsideError if `MicroBatchChannels.both` allows no backward pass. Alike on every rank."""
         self.cache.channels.before_backward()
         if self.cache.changes() != self.changes:
             raise RuntimeError(_MOVED)
 
     def end(self) -> None:
-        """Note that its backward is there: it will not be repeated any more."""
+        """Record that the backward pass is here: forget this forward, and drop its choices and metadata."""
         if not self.is_over:
             self.is_over, self.ids_TK, self.metadata = True, None, None
             self.cache.forget(self)
@@ -72,7 +72,8 @@ class RecomputeCache:
         self._differed: tuple[Tensor, Tensor] | None = None  # whether anything has, on the device and told to the host
 
     def begin(self, step: int) -> None:
-        """Begin a forward that repeats none, in the step after ``step``; earlier steps are forgotten."""
+        """Begin a forward that repeats none, after ``step`` steps; forwards of other steps are forgotten. Raises
+        RecomputeError if an earlier recompute on the device chose other experts than its forward."""
         if self._differed is not None and self._differed[1]:
             self._differed = None
             raise RecomputeError(_DIFFERS)
@@ -81,9 +82,9 @@ class RecomputeCache:
                 self._step, self._count, self._only = step, 0, None
 
     def track(self, topk_ids_TK: Tensor, metadata: Any, learns: bool, training: bool) -> InFlight | None:
-        """Return a forward that repeats none and is in flight until its backward runs; None: gradients will not follow.
-        In training it counts also without gradients: reentrant checkpointing could repeat it, and its backward would
-        not be seen."""
+        """Count a forward that repeats none, and return its record; None if gradients will not follow (not ``learns``).
+        The record keeps choices and metadata only if the forward is alone in flight, and no other batch runs at once.
+        In ``training`` a forward without gradients counts, too: reentrant checkpointing could repeat it unseen."""
         if not (learns or training):
             return None
         with self._lock:
@@ -95,9 +96,9 @@ class RecomputeCache:
         return forward if learns else None
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
-        """Return the metadata of the forward that is being repeated, or None, on every rank, if it is not known;
-        RecomputeError if this rank's choices are not that forward's (on a device a later forward raises it: no host
-        sync)."""
+        """Return the metadata of the forward that is being repeated; None, alike on every rank, if that is not known.
+        Raises RecomputeError if this rank's choices differ from that forward's; on a device a later `begin` raises it
+        (no host sync). Raises BackwardInsideError as `InFlight.check` does."""
         self.channels.before_backward()
         only = self._only
         if only is None or self.channels.busy:
@@ -119,7 +120,7 @@ class RecomputeCache:
         return metadata
 
     def forget(self, forward: InFlight) -> None:
-        """Forget a forward that is over."""
+        """Take a forward that is over out of those in flight."""
         with self._lock:
             if forward.step == self._step:
                 self._count -= 1

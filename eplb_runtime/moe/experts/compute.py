@@ -31,17 +31,17 @@ class SlotCounts:
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> SlotCounts:
-        """From numbers on the host."""
+        """Return `SlotCounts` of numbers on the host. Offsets are copied to the device without waiting."""
         ends = torch.from_numpy(np.cumsum(counts, dtype=np.int32))
         return cls(ends.to(device, non_blocking=True), counts)
 
     @property
     def counts_S(self) -> Tensor:
-        """int32, on the rows' device: rows of each slot."""
+        """Return int32 on the rows' device: how many rows each slot has."""
         return torch.diff(self.offsets_S, prepend=self.offsets_S.new_zeros(1))
 
     def known(self) -> Sequence[int]:
-        """The numbers; waits for the device, once, if the host does not have them."""
+        """Return how many rows each slot has, on the host; the first call waits for the device if only it knows."""
         return self._waited_for if self.on_host is None else self.on_host
 
     @cached_property
@@ -50,7 +50,7 @@ class SlotCounts:
         return counts
 
     def slot_of_rows(self, rows: int) -> Tensor:
-        """int64 ``[M]``: the local slot of each of ``rows`` rows; rows past the last slot's are the last slot's."""
+        """Return int64 ``[M]``: the local slot of each row. Rows past the last slot's end belong to it, too."""
         place_M = torch.arange(rows, dtype=torch.int32, device=self.offsets_S.device)
         return torch.searchsorted(self.offsets_S, place_M, right=True).clamp_(max=self.offsets_S.shape[0] - 1)
 
@@ -59,8 +59,7 @@ class Compute(Protocol):
     """The host's way to run rows through slots."""
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], /) -> Tensor:
-        """Rows ``[M, D]`` ordered by local slot, rows of each slot, weights of all slots -> ``[M, D]``. Router weights
-        are multiplied where rows are combined."""
+        """Rows ``[M, D]`` by local slot, rows of each slot, weights of all slots -> ``[M, D]``, no router weights."""
 
 
 class LocalExperts:
@@ -81,14 +80,15 @@ class LocalExperts:
 def run_rows(
     compute: Compute, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor], weights_M: Tensor | None
 ) -> Tensor:
-    """``compute``, or without rows a stand-in that keeps the graph whole."""
+    """Return ``[M, D]``, what ``compute`` gives. Without rows it is not called; the backward pass then gives parameters
+    zero gradients. With ``weights_M`` gradients are weighted (`weigh_gradients`)."""
     out_MD = compute(rows_MD, counts_S, parameters) if rows_MD.shape[0] else _Idle.apply(rows_MD, *parameters)
     return out_MD if weights_M is None else weigh_gradients(out_MD, weights_M)
 
 
 def weigh_gradients(out_MD: Tensor, weights_M: Tensor) -> Tensor:
-    """``out_MD`` as it is. Its gradient, which comes as that of a plain sum of rows, is weighted here, and the router
-    weights get theirs. The results are kept for that."""
+    """Return ``out_MD`` with the same values. In the backward pass its gradient is multiplied by ``weights_M``, and
+    ``weights_M`` gets a gradient, for which ``out_MD`` is kept."""
     weighed: Tensor = _WeighGradients.apply(out_MD, weights_M)
     return weighed
 
@@ -129,15 +129,13 @@ class _Idle(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Aligned:
-    """A `Compute` around one that wants each slot's rows filled up to a multiple: with zeros, and what comes of them is
-    dropped. One pass over the rows before the experts and one after, no host sync: where only the device knows each
-    slot's number, the last one has what is left of the memory, too."""
+    """A `Compute` around one that wants each slot's rows filled up, with zeros, to a multiple; what comes of them is
+    dropped. No host sync: where only the device knows each slot's number, the last slot has all memory that is left."""
 
     compute: Compute
     multiple: int
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        """As of `Compute`."""
         rows, width = rows_MD.shape
         aligned_S, places = aligned(counts_S, self.multiple, rows)
         shift_S = aligned_S.offsets_S - aligned_S.counts_S - (counts_S.offsets_S - counts_S.counts_S)
@@ -149,7 +147,8 @@ class Aligned:
 
 
 def aligned(counts_S: SlotCounts, multiple: int, rows: int) -> tuple[SlotCounts, int]:
-    """What ``rows`` rows of these counts become, and how many places that takes."""
+    """Return counts with each slot's rows rounded up to ``multiple``, and their sum. If the host does not know the
+    counts, the sum is the most that ``rows`` rows can need, and the last slot has all that the others leave."""
     sizes_S = (counts_S.counts_S + (multiple - 1)) // multiple * multiple
     ends_S = sizes_S.cumsum(0, dtype=torch.int32)
     if counts_S.on_host is None:

@@ -2,10 +2,8 @@
 updates each expert by itself, known of its class or tried once on small tensors.
 
 A state tensor belongs to the experts when its leading dimension is the parameter's; single numbers (Adam's ``step``)
-belong to the whole parameter and are equal on every rank. Anything else cannot be told apart and is refused, tensors
-inside of lists and the like, too. An optimizer whose update of one expert depends on the others in its tensor (a norm
-over the tensor, a factored second moment, a line search over all parameters) would make training depend on which
-experts share a rank.
+belong to the whole parameter and are equal on every rank. All else is refused. If the update of one expert depends on
+others in its tensor (a norm, a factored second moment, a line search), training would depend on the placement.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ class StateOwner(Protocol):
     """An optimizer of a framework's own, which may step other tensors than the model's."""
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """Return what is kept for a parameter of the model, by key: live memory, none of it the parameter's own."""
+        """Return what is kept here for a parameter of the model, by key: live memory, not the parameter's own."""
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
-        """Other live memory that holds the same numbers as a part of that state, by its key, or as the parameter itself
-        (`PARAMETER`)."""
+        """Return other live memory that holds the same numbers, by key of that state, or `PARAMETER` for the parameter
+        itself; empty if there is none."""
 
     def ranges_of(self, parameter: Tensor) -> Ranges:
-        """Return the elements of a flat parameter whose state each rank keeps that holds it; empty: each keeps all of
-        it. Else ``state_of`` has flat tensors of this rank's range, or single numbers."""
+        """Return the range of a flat parameter whose state each rank keeps that holds it; empty: each keeps all of it.
+        With ranges ``state_of`` has flat tensors of this rank's range, or single numbers."""
 
 
 PARAMETER = ""
@@ -54,15 +52,16 @@ PARAMETER = ""
 
 
 def state_of(optimizer: Optimizer | StateOwner, parameter: Tensor) -> Mapping[str, Any]:
-    """Return what an optimizer keeps for a parameter; empty: nothing yet."""
+    """Return what an optimizer keeps for a parameter, by key: live memory; empty if there is nothing yet."""
     return optimizer.state.get(parameter, {}) if isinstance(optimizer, Optimizer) else optimizer.state_of(parameter)
 
 
 def state_of_each(
     optimizer: Optimizer | StateOwner, parameters: Sequence[Tensor], *, divided: bool = False
 ) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """Return the state of experts that are parameters of their own, one tensor for each, sorted by key. ``divided``: of
-    an expert of which this rank keeps nothing it is an empty tensor; else all are stepped alike."""
+    """Return (key, tensors) pairs, sorted by key: the state of experts that are parameters of their own, a tensor for
+    each. ``divided``: an expert without state here has an empty tensor. Raises OptimizerStateError if keys differ
+    between experts, or a value is no tensor."""
     of_each = [state_of(optimizer, parameter) for parameter in parameters]
     kept = [state for state in of_each if state or not divided]
     for state in kept:
@@ -84,8 +83,8 @@ def state_of_each(
 def copies_of_each(
     optimizer: Optimizer | StateOwner, parameters: Sequence[Tensor]
 ) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
-    """By key, for each expert that is a parameter of its own, the memory that holds the same numbers: none or more
-    tensors, on other devices for some experts than for others."""
+    """Return by key, for each expert that is a parameter of its own, a tuple of the tensors that hold the same numbers
+    (`StateOwner.copies_of`): none or more. Empty for an optimizer of torch."""
     of_each = [] if isinstance(optimizer, Optimizer) else [optimizer.copies_of(parameter) for parameter in parameters]
     return {key: tuple(copies.get(key, ()) for copies in of_each) for key in {key for one in of_each for key in one}}
 
@@ -93,15 +92,15 @@ def copies_of_each(
 def expert_state(
     optimizer: Optimizer | StateOwner, parameter: Tensor, registered: Collection[int] = ()
 ) -> list[tuple[str, Tensor]]:
-    """Return the state tensors of ``parameter`` whose rows are its experts, sorted by key. ``registered``: addresses of
-    memory that moves by itself."""
+    """Return (key, tensor) pairs, sorted by key: the state whose rows are the experts of ``parameter``. Raises as
+    `is_per_expert` does. ``registered``: addresses of memory that moves by itself."""
     state = sorted(((str(key), value) for key, value in state_of(optimizer, parameter).items()), key=itemgetter(0))
     return [(key, value) for key, value in state if is_per_expert(key, value, parameter, registered)]
 
 
 def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collection[int] = ()) -> bool:
-    """Return whether the rows of a state tensor are the experts of ``parameter``, or it is one number for all;
-    OptimizerStateError: neither."""
+    """Return whether a value of optimizer state has a row for each expert of ``parameter``; False for one number or no
+    tensor. Raises OptimizerStateError for other shapes, and containers of tensors not in ``registered`` (addresses)."""
     if not isinstance(value, Tensor):
         if _holds_tensors(value, registered):
             raise OptimizerStateError(
@@ -131,8 +130,8 @@ def _holds_tensors(value: Any, registered: Collection[int]) -> bool:
 def replace_parameter(
     optimizer: Optimizer, old: torch.nn.Parameter, new: torch.nn.Parameter, take_rows: Callable[[Tensor], Tensor]
 ) -> None:
-    """Put ``new`` in the place of ``old``: same group, same options, its state cut by ``take_rows`` to the rows that
-    ``new`` holds."""
+    """Put ``new`` in the place of ``old`` in the optimizer, with its options. State of ``old`` moves to ``new``;
+    tensors with a row for each expert go through ``take_rows``. Raises OptimizerStateError if ``old`` is not in it."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             if parameter is old:
@@ -159,7 +158,8 @@ _EXPERTS, _SHAPE, _STEPS, _LEARNING_RATE = 3, (4, 32), 3, 0.1
 def check_elementwise(
     optimizer: Optimizer, experts: Collection[int] | None = None, *, each: bool = False, known: bool = False
 ) -> None:
-    """Refuse an optimizer that mixes experts, or keeps their state in another optimizer.
+    """Raise for an optimizer that mixes experts, or keeps their state in another optimizer. A class that is not in
+    `ELEMENT_WISE` is tried: a new one steps small tensors. If it cannot be tried, a warning is logged.
 
     Args:
         experts: ids of the parameters that are experts; None: any may be.
@@ -203,7 +203,7 @@ def _try(optimizer: Optimizer, options: Mapping[str, Any], each: bool, experts: 
     values_ET[:, 1:] *= torch.logspace(-2, 2, _EXPERTS, device=device).view(-1, *[1] * (1 + len(shape)))
 
     def stepped(*which: int) -> tuple[Tensor, Optimizer, Tensor]:
-        """Weights and state ``[experts, N]``, with the optimizer and its first tensor."""
+        """Step these experts in a new optimizer; return weights and state ``[experts, N]``, it, its first tensor."""
         start, *gradients_T = (one if each else one.unsqueeze(0) for one in values_ET[list(which)].unbind(1))
         tensors = [one.clone().requires_grad_() for one in start]
         twin = _made(optimizer, options, tensors)

@@ -1,9 +1,6 @@
 """The explicit list of tensors that have an expert dimension, per MoE layer; and how one expert looks on the wire and
-in staging: its shards, one after another, each aligned.
-
-What is here was registered by a host; nothing is guessed from names. Optimizer state is found through the
-optimizer (`optimizer_state.py`) at the moment it is needed, because optimizers make it lazily.
-"""
+in staging: its shards, one after another, each aligned. Hosts register tensors; nothing is guessed from names.
+Optimizer state is found through the optimizer (`optimizer_state.py`) when it is needed: optimizers make it lazily."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class RegistryError(ValueError):
 
 
 def why_not_written(tensor: Tensor) -> str:
-    """Why an expert that arrives could not be written into this tensor; empty: it can."""
+    """Return in one line why an expert that arrives could not be written into this tensor, or "" if it can."""
     if tensor.is_inference():
         return "it was made inside torch.inference_mode() and cannot be written outside: clone() it"
     if not has_memory(tensor):
@@ -85,16 +82,16 @@ class ExpertTensor:
     part: Part = "row"
 
     def copies_of_row(self, local_slot: int) -> tuple[Tensor, ...]:
-        """Other memory that holds what is in a slot."""
+        """Return the other memory that holds what is in a slot; empty if there is none."""
         return self.copies[local_slot] if self.copies else ()
 
     def row(self, local_slot: int) -> Tensor:
-        """Return what is in a slot, the live memory."""
+        """Return what is in a slot: live memory."""
         return self.tensor[local_slot]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """The tensors that its rows lie in."""
+        """Return the tensors that the rows lie in: one for all, or one for each home slot."""
         return self.tensor if isinstance(self.tensor, tuple) else (self.tensor,)
 
     @property
@@ -103,7 +100,7 @@ class ExpertTensor:
 
     @property
     def row_shape(self) -> torch.Size:
-        """Of the whole row, also where this rank has a range of it."""
+        """Return the shape of a slot's whole row; flat if this rank has a range of it, ``[]`` for a number."""
         if self.part == "range":
             return torch.Size([max(end for _, end in self.ranges[0])])
         if self.part == "number":
@@ -121,8 +118,7 @@ def _names_of_state(tensors: Sequence[ExpertTensor]) -> frozenset[str]:
 
 class ExpertTensors:
     """The registry of one model on one rank. ``num_layers``: L, MoE layers of the whole model, wherever they are;
-    ``homes_per_rank``: E/R (of divided rows ``E/(R D)``); ``optimizers``: where the state of registered parameters
-    lives."""
+    ``homes_per_rank``: E/R (of divided rows ``E/(R D)``); ``optimizers``: they hold the state of parameters."""
 
     def __init__(
         self, num_layers: int, homes_per_rank: int, optimizers: Sequence[torch.optim.Optimizer | StateOwner] = ()
@@ -136,7 +132,7 @@ class ExpertTensors:
 
     @property
     def layers(self) -> list[int]:
-        """The layers of which this rank holds experts; with pipelines, those of its stages."""
+        """Return the indices of the layers with experts on this rank; in a pipeline, those of its stages."""
         return [layer for layer, entries in enumerate(self._layers) if entries]
 
     @property
@@ -145,8 +141,8 @@ class ExpertTensors:
         return any(isinstance(entry.tensor, tuple) for entries in self._layers for entry in entries)
 
     def add(self, layer: int, name: str, tensor: Tensor | tuple[Tensor, ...], kind: Kind = "parameter") -> None:
-        """Register a tensor ``[E/R, ...]`` of a layer, or one for each of its home slots; RegistryError: wrong rows, or
-        the name is taken."""
+        """Register a tensor ``[E/R, ...]`` of a layer, or one for each of its home slots; remember its size for
+        `why_freed`. Raises RegistryError for wrong rows, unequal tensors, or a name that the layer has already."""
         entry, experts = ExpertTensor(name, tensor, kind), f"the {self.homes_per_rank} experts of this rank"
         shapes = [list(local(part).shape) for part in entry.memory]
         if isinstance(tensor, tuple):
@@ -160,33 +156,35 @@ class ExpertTensors:
         self._memory[layer].add(name, *entry.memory)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
-        """The state of registered parameters lives in this optimizer, too."""
+        """Add an optimizer that keeps state of registered parameters, unless it is known."""
         if not any(optimizer is other for other in self._optimizers):
             self._optimizers.append(optimizer)
 
     def no_longer_stepped_by(self, optimizer: torch.optim.Optimizer | StateOwner) -> None:
-        """Nothing that this optimizer keeps is theirs any more."""
+        """Remove an optimizer. All that `note_state` has noted is dropped; it notes anew after the next step."""
         self._optimizers[:] = [other for other in self._optimizers if other is not optimizer]
         self._state_of_layers.clear()
         self._misses_state = True  # until the next step has ended
 
     def note_state(self, step: int) -> None:
-        """Note which state the optimizers have, at the end of a step, for `why_state_lacks`. It is read after few
-        steps: state that is there once is there for good, but for what a step has shown to be gone."""
+        """Note the names of all optimizer state at the end of ``step``, for `why_state_lacks`; drop earlier notes. Does
+        so only if ``step`` is 0 or a power of two, or state was found missing, or an optimizer was removed."""
         if self._misses_state or not step & (step - 1):
             self._misses_state = False
             self._state_of_layers.clear()
             self.note_state_here()
 
     def note_state_here(self) -> None:
-        """Note state that is here besides what was noted, ahead of a pause in which the job may take it away."""
+        """Add the names of state that exists now to what was noted, ahead of a pause in which the job may take it away.
+        Nothing is added for experts that cannot move."""
         with suppress(OptimizerStateError, RegistryError):  # experts cannot move, which a check of its own says
             for layer in self.layers:
                 self._state_of_layers[layer] |= _names_of_state(self.of_home(layer))
 
     def why_state_lacks(self, tensors: Mapping[int, Sequence[ExpertTensor]] | None = None) -> str:
-        """Name optimizer state that was noted and is not among what moves with experts now (``tensors``, by layer;
-        None: of all layers): once put back, it would be that of other experts. Empty: all is there."""
+        """Return in one line which optimizer state was noted and is not among what moves now (``tensors`` by layer;
+        None: of all layers): put back later, it would be that of other experts. "" if there is none, or state cannot
+        move at all. Where state lacks, the next `note_state` notes anew."""
         with suppress(OptimizerStateError, RegistryError):
             tensors = {layer: self.of_home(layer) for layer in self.layers} if tensors is None else tensors
             for layer, of_layer in tensors.items():
@@ -199,8 +197,8 @@ class ExpertTensors:
         return ""
 
     def mark_gradients_stale(self, layer: int) -> None:
-        """A layer's experts have moved, without their gradients. Those are of experts that were there before: they may
-        be looked at and zeroed, but not used (`check_no_stale_gradients`). On every rank that has the layer."""
+        """Mark the gradients that a layer has now as stale: they are of experts that have moved away. They may be read
+        and zeroed, but not used (`check_no_stale_gradients`). Call it on every rank that has the layer."""
         for entry in self._layers[layer]:
             for parameter in entry.memory if entry.kind == "parameter" else ():
                 if parameter.grad is not None:
@@ -208,11 +206,12 @@ class ExpertTensors:
 
     @property
     def has_left_behind(self) -> bool:
-        """Return whether experts have moved since the last step, and have left gradients behind."""
+        """Return whether any gradient is marked as stale."""
         return bool(self._left_behind)
 
     def check_no_stale_gradients(self, parameter: Tensor | None = None) -> None:
-        """Raise RuntimeError if experts have left this gradient (None: any) behind and it was not zeroed before use."""
+        """Raise RuntimeError if a parameter (None: any) has a stale gradient that is not zero; else remove its mark. Of
+        slices (DTensors) a zero gradient raises, too."""
         for one in list(self._left_behind) if parameter is None else [parameter]:
             name, left = self._left_behind.get(one, ("", None))
             gradient = one.grad
@@ -225,7 +224,7 @@ class ExpertTensors:
             self._left_behind.pop(one, None)
 
     def forget_zeroed(self) -> None:
-        """Gradients that were zeroed in place may be added to."""
+        """Remove the mark of stale gradients that are zero now: they may be added to."""
         for parameter in list(self._left_behind):
             if parameter.grad is not None and not local(parameter.grad).any():
                 del self._left_behind[parameter]
@@ -235,17 +234,17 @@ class ExpertTensors:
         return [part for entries in chosen for one in entries if one.kind == "parameter" for part in one.memory]
 
     def by_expert(self, layer: int) -> list[Tensor | tuple[Tensor, ...]]:
-        """The parameters of a layer, each ``[E/R, ...]`` or a tensor for each slot."""
+        """Return a layer's parameters, not buffers: each ``[E/R, ...]``, or a tuple with a tensor for each slot."""
         return [entry.tensor for entry in self._layers[layer] if entry.kind == "parameter"]
 
     def moves_by_itself(self) -> set[int]:
-        """Addresses of what was registered in addition to parameters, wherever else it is kept."""
+        """Return the addresses of registered buffers, whose memory an optimizer may hold, too."""
         buffers = (entry for entries in self._layers for entry in entries if entry.kind == "buffer")
         return {local(tensor).data_ptr() for entry in buffers for tensor in entry.memory}
 
     def largest_home_bytes(self) -> int:
-        """Return the bytes of one expert with all that moves with it, in the layer where they are most; of divided
-        state what each of the ranks gets on average."""
+        """Return the bytes that move with one expert, state included, in the layer where they are most; of divided
+        state the mean over ranks. 0 without layers."""
 
         def nbytes(one: ExpertTensor) -> int:
             return -(-one.row_bytes // len(one.ranges[0])) if one.part == "range" else one.row_bytes
@@ -253,19 +252,18 @@ class ExpertTensors:
         return max((sum(map(nbytes, self.of_home(layer))) for layer in self.layers), default=0)
 
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
-        """For each of a layer's experts that are tensors of their own, which elements each of the ranks steps that hold
-        the same; empty: each steps all of them."""
+        """Return, for each of these parameters (one expert each), which elements each rank that has it steps, from the
+        first optimizer that divides them; empty: each rank steps all."""
         owners = (one for one in self._optimizers if not isinstance(one, torch.optim.Optimizer))
         return next(filter(any, (tuple(map(owner.ranges_of, parameters)) for owner in owners)), ())
 
     def why_freed(self, layer: int) -> str:
-        """Name a tensor of a layer that has no memory now, or another size than when it was registered; empty: none."""
+        """Return in one line which tensor of a layer has no memory or another size than it had; "" if none."""
         return self._memory[layer].why_freed()
 
     def of_home(self, layer: int) -> list[ExpertTensor]:
-        """Return everything that moves with a home of this layer, in an order that is equal on every rank. Optimizer
-        state that does not exist yet moves as not existing. Memory that has two names is in it once: moved twice,
-        experts of one rank would be back where they were."""
+        """Return all that moves with a home of this layer: parameters, buffers and optimizer state that exists, in one
+        order on all ranks. Memory that has two names is there once: moved twice, experts of one rank would be back."""
         named: dict[object, ExpertTensor] = {}
         for tensor in self._named_of_home(layer):
             known = tensor.row_bytes and all(part.data_ptr() and has_memory(part) for part in tensor.memory)
@@ -286,8 +284,7 @@ class ExpertTensors:
                     yield ExpertTensor(f"{name}/{key}", local(state), "optimizer_state")
 
     def _of_separate(self, entry: ExpertTensor, rows: tuple[Tensor, ...]) -> Iterator[ExpertTensor]:
-        """All that moves with experts that are tensors of their own, also where their state is divided over the ranks
-        that hold them."""
+        """All that moves with experts that are tensors of their own, also where ranks divide their state."""
         if entry.kind != "parameter":
             yield entry
             return
@@ -307,10 +304,9 @@ class ExpertTensors:
 
 
 def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors that belong to expert parameters (``experts``: the names) of ``parameters`` (the model's, in
-    its order), by name; the very memory, not copies. ``tensors``: a module with parameters (or buffers) of the same
-    names; a mapping by name; or as many tensors as there are parameters, in their order. RegistryError: none or not all
-    of the expert parameters are found, or shapes differ."""
+    """Return, by name, the tensors (live memory) that belong to the expert parameters named in ``experts``.
+    ``parameters``: the model's, in order. ``tensors``: a module with parameters or buffers of the same names; a mapping
+    by name; or a list, one for each parameter. Raises RegistryError if not all are found, or shapes differ."""
     if isinstance(tensors, nn.Module):
         tensors = {**dict(tensors.named_buffers()), **dict(tensors.named_parameters())}
     elif isinstance(tensors, list | tuple) and len(tensors) == len(parameters):
@@ -335,7 +331,7 @@ def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[st
 
 
 def arrays_in(thing: Any) -> Iterator[Any]:
-    """The tensors and arrays in a module or a collection, also in collections inside."""
+    """Yield the tensors and arrays in a module or collection, also in collections inside; else nothing."""
     if isinstance(thing, Tensor | np.ndarray):
         yield thing
     elif isinstance(thing, nn.Module):
@@ -377,11 +373,11 @@ class Shard:
         return self.offset + self.memory.nbytes
 
     def within(self, staged: Tensor, first: int = 0) -> Tensor:
-        """Return its part of a record's bytes from ``first`` on, in its own dtype and shape."""
+        """Return the view of this shard, in its dtype and shape, in ``staged``: a record's bytes from ``first`` on."""
         return staged[self.offset - first : self.end - first].view(self.memory.dtype).view(self.memory.shape)
 
     def write(self, values: Tensor) -> None:
-        """Copy values into the live memory, in place, and into all copies of it."""
+        """Copy values into the live memory and into all copies of it, in place."""
         self.memory.copy_(values)
         for copied in self.copies:
             copied.copy_(values.reshape(copied.shape))
@@ -400,7 +396,7 @@ class Record:
 
     @classmethod
     def of(cls, parts: Iterable[_Part]) -> Record:
-        """Place shards one after another."""
+        """Return a record in which parts lie one after another, each at a multiple of `ALIGNMENT`."""
         shards, offset = [], 0
         for tensor, memory, copies in parts:
             shards.append(Shard(tensor, memory.detach(), tuple(copy.detach() for copy in copies), offset))
@@ -408,19 +404,18 @@ class Record:
         return cls(tuple(shards), offset)
 
     def pack(self, staged: Tensor) -> None:
-        """Copy the live memory into ``nbytes`` of uint8."""
+        """Copy the live memory of all shards into ``staged``, uint8 of ``nbytes``."""
         for shard in self.shards:
             shard.within(staged).copy_(shard.memory)
 
     def unpack(self, staged: Tensor) -> None:
-        """Copy ``nbytes`` of uint8 into the live memory, in place."""
+        """Copy ``staged``, uint8 of ``nbytes``, into the live memory of all shards and its copies, in place."""
         for shard in self.shards:
             shard.write(shard.within(staged))
 
 
 class End(NamedTuple):
-    """Where a piece of a record leaves or arrives: the home's row on its EP rank, and the rank among those that hold
-    it."""
+    """Where a piece of a record leaves or arrives: the home's row on its EP rank, and which rank of those with it."""
 
     row: int
     part: int
@@ -434,7 +429,7 @@ class RecordFormat:
 
     @property
     def nbytes(self) -> int:
-        """Of an expert, with room for the padding of its pieces."""
+        """Return the bytes of an expert's record at most: with ranges its pieces need more padding."""
         # Each rank that has a range of a row sends that by itself, in up to three parts.
         return sum(
             _aligned(one.row_bytes) + (3 * len(one.ranges[0]) * ALIGNMENT if one.ranges else 0) for one in self.tensors
@@ -442,17 +437,18 @@ class RecordFormat:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks that hold the same experts each keep a range of their state: records travel in pieces."""
+        """Return whether ranks with the same experts each keep a range of their state: records go in pieces."""
         return any(one.ranges for one in self.tensors)
 
     def digest(self) -> bytes:
-        """Equal on two ranks when their records can be exchanged. Of a divided one it is of weights and ranges alone:
-        a rank whose ranges are empty does not know what others keep."""
+        """Return bytes that are equal on two ranks if their records can be exchanged. Divided state is left out: a rank
+        whose ranges are empty does not know what others keep."""
         rows = [one for one in self.tensors if one.part == "row"]
         return _digest([f"{one.name} {one.kind} {one.dtype} {tuple(one.row_shape)} {one.ranges or ''}" for one in rows])
 
     def state_digest(self) -> bytes:
-        """Return bytes that are equal on ranks whose ranges of state can be exchanged; empty: this rank keeps none."""
+        """Return bytes that are equal on ranks whose divided state can be exchanged; empty if this rank keeps none.
+        Raises OptimizerStateError if state differs between a layer's tensors."""
         kept: dict[str, list[str]] = {}
         for one in self.tensors:
             if one.part != "row":
@@ -465,13 +461,14 @@ class RecordFormat:
         return _digest(next(iter(kept.values()))) if kept else b""
 
     def row(self, local_slot: int) -> Record:
-        """Return the whole record of the expert in a slot."""
+        """Return the record of all that moves with the expert in a slot."""
         return Record.of((one, one.row(local_slot), one.copies_of_row(local_slot)) for one in self.tensors)
 
     def piece(self, source: End, destination: End, *, here: End) -> Record:
-        """Return what of a record goes from one rank to another, one of them ``here``. What has no ranges is whole
-        on each that holds the expert, and goes to the one at the same place. Of what is divided, weights go from the
-        rank that steps them to all of those, and state from the rank that keeps it to the one that will."""
+        """Return the part of a record that goes from one rank to another, one of them ``here``. What has no ranges is
+        whole on each that holds the expert, and goes to the one at the same place. Of what is divided, weights go from
+        the rank that steps them to all of those, and state from the rank that keeps it to the one that will. Raises
+        OptimizerStateError if state does not have the elements of its range."""
         parts: list[_Part] = []
         for one in self.tensors:
             memory, copied = one.row(here.row).detach(), one.copies_of_row(here.row)

@@ -1,11 +1,9 @@
 """Expert tensors that FSDP2 divides over the EDP ranks, along dimension 1 (a slice of each expert), or 0 (experts).
 
-A DTensor is the whole rows, its local tensor, which FSDP keeps in place, for what is here. Divided rows
+A DTensor is the whole rows, its local tensor, which FSDP keeps in place, what is here. Divided rows
 (`distributed.ranks.Ranks`) are whole experts, of which each rank has fewer. Memory may be missing: loops of
-reinforcement learning free that of weights between phases, and load it again.
-
-Experts of several ranks are brought together a few rows at a time: nothing here holds more than what it returns and one
-block of rows, since a layer's experts may fill a device.
+reinforcement learning free that of weights between phases, and load it again. Experts of several ranks come together a
+few rows at a time: a layer's experts may fill a device.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from ...utils.checksums import as_bytes
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor is on this rank: the live memory, outside of autograd."""
+    """Return a DTensor's local tensor, else the tensor itself: live memory on this rank."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is there: jobs free weights between phases by ``resize_(0)`` of their storage."""
+    """Return whether a tensor's memory is allocated on this rank (True without elements); ``resize_(0)`` frees it."""
     held = local(tensor)
     return not held.numel() or held.untyped_storage().nbytes() > 0
 
@@ -44,12 +42,12 @@ class WeightMemory:
         self._weights: dict[str, tuple[tuple[Tensor, ...], int]] = {}
 
     def add(self, name: str, *parts: Tensor) -> None:
-        """Remember a weight, of one tensor or several, with its size as it is now."""
+        """Remember a weight, of one tensor or several, and how many elements it has on this rank now."""
         self._weights[name] = parts, sum(local(part).numel() for part in parts)
 
     def why_freed(self) -> str:
-        """Name the first weight that has no storage now, or another number of elements; empty: all have. Between phases
-        ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
+        """Return in one line which remembered weight has no memory now, or another number of elements; "" if none.
+        Between phases ``.data`` may be an empty tensor, which looks like a weight and would move as nothing."""
         for name, (parts, elements) in self._weights.items():
             if sum(local(part).numel() for part in parts) != elements or not all(map(has_memory, parts)):
                 return f"{name}: its memory is freed or of another size: load it first"
@@ -61,15 +59,15 @@ def is_sliced(tensor: Tensor) -> bool:
 
 
 def keep_slices(model: nn.Module) -> None:
-    """After a forward without a backward pass (an evaluation) FSDP2 leaves whole tensors in some modules: put its
-    slices back, as it does itself ahead of a ``state_dict``. Not collective."""
+    """Reshard all FSDP2 modules of a model, in place: after a forward without a backward pass some hold whole tensors.
+    FSDP2 does the same ahead of a ``state_dict``. Not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def has_divide_factor(module: nn.Module) -> bool:
-    """Return whether FSDP2 was set to divide this module's gradients by another number than its ranks."""
+    """Return whether this is an FSDP2 module for which a divisor of gradients was set."""
     if not isinstance(module, FSDPModule):
         return False
     state: Any = module._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
@@ -78,12 +76,12 @@ def has_divide_factor(module: nn.Module) -> bool:
 
 
 def version(tensor: Tensor) -> tuple[int, int, int]:
-    """Return a number that changes when a tensor is replaced, or it or its slice is written."""
+    """Return numbers that change when a tensor is replaced, or it or its local tensor is written in place."""
     return id(tensor), tensor._version, local(tensor)._version
 
 
 def columns(tensor: Tensor) -> slice:
-    """Which part of dimension 1 is on this rank; all of it where a tensor is not sliced."""
+    """Return the part of dimension 1 that is on this rank; ``slice(None)`` for a tensor that is no DTensor."""
     if not isinstance(tensor, DTensor):
         return slice(None)
     rank, width = tensor.device_mesh.get_local_rank(), local(tensor).shape[1]
@@ -91,7 +89,7 @@ def columns(tensor: Tensor) -> slice:
 
 
 def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
-    """Empty if each EDP rank has a slice along dimension 1, in the order of the EP groups; else what is wrong."""
+    """Return "" if each EDP rank has a slice along dimension 1, in the order of ``edp_ranks``; else what is wrong."""
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     if tensor.device_mesh.ndim != 1 or ranks != list(edp_ranks):
         return f"is sharded over ranks {ranks}, but ranks {list(edp_ranks)} hold the same experts"
@@ -101,7 +99,7 @@ def why_not_slices(tensor: DTensor, edp_ranks: Sequence[int]) -> str:
 
 
 def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
-    """Empty if the rank at this place among so many has its share of whole rows, in order; else what is wrong."""
+    """Return "" if rank ``place`` of ``holders`` has its equal share of whole rows, in order; else what is wrong."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -116,7 +114,8 @@ def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
 
 
 def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
-    """Parameters as they are; the gradients of what is computed with these are divided on the way to them."""
+    """Return the parameters; or, if gradients are enabled and ``divisor`` is not 1, new views of them, each with a hook
+    that divides the gradient that comes through the view."""
     if divisor == 1 or not torch.is_grad_enabled():
         return parameters
     views = [parameter.view_as(parameter) for parameter in parameters]
@@ -133,8 +132,8 @@ BLOCK_BYTES = 1 << 20
 def in_logical_order(
     rows: Tensor, homes_RH: NDArray[np.integer], groups: ProcessGroups, device: torch.device | str | None = None
 ) -> Tensor:
-    """Return ``[E, ...]`` on every rank from the home rows of each (``homes_RH``: their logical experts). Collective
-    over all EP groups."""
+    """Return ``[E, ...]``, all experts in logical order, in new memory on every rank (``device`` None: where ``rows``
+    are). ``homes_RH``: the logical expert of each home row. Ranks broadcast rows; collective over all EP groups."""
     device = local(rows).device if device is None else torch.device(device)
     whole = torch.empty((homes_RH.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
     row_bytes, here = max(1, rows.shape[1:].numel() * rows.element_size()), local(rows).shape[0]
@@ -154,8 +153,8 @@ def in_logical_order(
 def rearranged(
     rows: Tensor, here_E: NDArray[np.integer], wanted_E: NDArray[np.integer], groups: ProcessGroups
 ) -> Tensor:
-    """Return this rank's part of all rows in another order: new memory, one exchange. ``here_E``, ``wanted_E``: the
-    logical expert of each row over all ranks. Collective over the job's ``row_ranks``."""
+    """Return this rank's part of all rows in another order, in new memory, by one all-to-all. ``here_E``, ``wanted_E``:
+    the logical expert of each row over all ranks, now and then. Collective over the job's ``row_ranks``."""
     job, count = groups.job, rows.shape[0]
     mine = slice(job.row_rank * count, (job.row_rank + 1) * count)
     going = np.argsort(wanted_E)[here_E[mine]]  # the row that each of ours becomes
@@ -173,7 +172,8 @@ def rearranged(
 
 
 def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return ``out``, filled with this rank's rows from ``first`` on. Of slices: collective over the EDP ranks."""
+    """Fill ``out`` with this rank's rows from ``first`` on, and return it. Slices are put together from all EDP ranks,
+    by broadcasts: then the call is collective over them."""
     here = local(rows)[first : first + out.shape[0]].detach()
     if not is_sliced(rows) or groups.expert_data is None or groups.job.divided_rows:
         return out.copy_(here)
@@ -187,6 +187,6 @@ def whole_rows(rows: Tensor, first: int, out: Tensor, groups: ProcessGroups) -> 
 
 
 def whole_row(rows: Tensor, row: int, groups: ProcessGroups) -> Tensor:
-    """One expert of this rank, ``[1, ...]``: live memory, of slices a new tensor (collective over the EDP ranks)."""
+    """Return one expert of this rank, ``[1, ...]``: live memory; of slices a new tensor, by broadcasts of EDP ranks."""
     here = local(rows).detach()[row : row + 1]
     return whole_rows(rows, row, here.new_empty((1, *rows.shape[1:])), groups) if is_sliced(rows) else here

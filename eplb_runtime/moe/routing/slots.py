@@ -1,9 +1,8 @@
 """From logical expert ids to physical slots: a table, changed in place, where every expert has one copy, else a split
 of the batch over the copies.
 
-The split is pure arithmetic on the counts that all ranks gathered - a function of the placement and these counts alone,
-so that every rank comes to the same one. Numba splits on the host (`water_filling.py`), and the device only deals its
-choices out by the result. No torch.distributed here.
+The split is a function of the placement and of the counts that all ranks gathered, so that every rank comes to the same
+one. Numba splits on the host (`water_filling.py`), and the device deals its choices out. No torch.distributed here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .water_filling import RowCounts, Speeds, SplitTables, split_for_rank
 
 
 def record_use(*tensors: Tensor) -> None:
-    """Keep memory that another thread's stream has made until this thread's stream has read it."""
+    """Make the allocator keep the memory of tensors on a device until this thread's stream has read them."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
@@ -45,7 +44,8 @@ class SlotTable:
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Return what takes over a placement that differs in these layers, in place, and needs no more memory."""
+        """Return a function that puts these layers of a placement into the table, in place, takes over its ``epoch``,
+        and adds 1 to their ``changes_L``. Calling it allocates nothing."""
         rows = np.asarray(layers, dtype=np.int64)
         homes = placement.homes_LRH[rows].reshape(len(rows), -1)
         new = np.concatenate([placement.require_homes()[rows], homes], axis=1, dtype=np.int64)
@@ -60,16 +60,16 @@ class SlotTable:
         return take_over
 
     def slots(self, layer: int, topk_ids_TK: Tensor) -> Tensor:
-        """Physical slot of each choice, int64 ``[T, K]``."""
+        """Return int64 ``[T, K]``: the home slot of each choice."""
         # Plain indexing would take -1 for the last expert without a word.
         return self.home_of_experts(layer).index_select(0, topk_ids_TK.reshape(-1)).view(topk_ids_TK.shape)
 
     def home_of_experts(self, layer: int) -> Tensor:
-        """int64 ``[E]``: the slot of each expert's home; the memory stays."""
+        """Return int64 ``[E]``, the slot of each expert's home: live memory, changed in place by a commit."""
         return self._home_LE[layer]
 
     def require_known(self, layer: int, topk_ids_TK: Tensor) -> None:
-        """Refuse ids of no expert where a look at them costs no wait. (A device ends the job by its own assertion.)"""
+        """Raise ValueError if ids on a CPU are of no expert. Ids on a device are not looked at (no host sync)."""
         if topk_ids_TK.device.type != "cpu" or not topk_ids_TK.numel():
             return
         ids_TK, experts = topk_ids_TK.detach().numpy(), self._home_LE.shape[1]
@@ -81,11 +81,11 @@ class SlotTable:
             )
 
     def logical_of_slots(self, layer: int) -> Tensor:
-        """int64 ``[E]``: the logical expert in each slot, in the order of the slots; the memory stays."""
+        """Return int64 ``[E]``, the logical expert in each home slot, in the order of slots: live memory."""
         return self._logical_LRH[layer].flatten()
 
     def logical_of_rows(self, rank: int) -> Tensor:
-        """int64 ``[L, E/R]``: the logical expert in each home slot of an EP rank."""
+        """Return int64 ``[L, E/R]``, the logical expert in each home slot of an EP rank: live memory."""
         return self._logical_LRH[:, rank]
 
 
@@ -94,14 +94,14 @@ Counted = tuple[Tensor, Tensor | None]
 
 
 def count_choices(topk_ids_TK: Tensor, num_experts: int) -> Counted:
-    """Count a batch's choices of each expert. No host sync."""
+    """Return int64 ``[E]``, how often each expert is chosen, and None. No host sync."""
     ids_N = topk_ids_TK.reshape(-1)
     return ids_N.new_zeros(num_experts).scatter_add_(0, ids_N, torch.ones_like(ids_N)), None
 
 
 def assign_slots(topk_ids_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor, begins: Tensor | None = None) -> Tensor:
     """Return int64 ``[T, K]``, the slot of each choice: the first ``sent_EC[e, 0]`` choices of an expert, in order, go
-    to its first copy, the next ``sent_EC[e, 1]`` to its second. ``begins`` is for kernels."""
+    to its first copy, the next ``sent_EC[e, 1]`` to its second. ``begins`` is not used here; kernels take it."""
     ids = topk_ids_TK.reshape(-1)
     by_expert = torch.repeat_interleave(copy_slot_EC.reshape(-1), sent_EC.reshape(-1), output_size=ids.shape[0])
     order = torch.argsort(ids, stable=True)
@@ -130,7 +130,7 @@ class BatchSplitter:
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Return what takes over a placement that differs in these layers and needs no more memory."""
+        """Return a function that makes the splitter use these layers of a placement. Calling it allocates nothing."""
         changed, homes = list(layers), placement.require_homes()
         shape = placement.num_experts, placement.num_ranks
         tables = SplitTables.of(Placement(placement.physical_to_logical[changed], *shape, homes[changed]))
@@ -144,18 +144,18 @@ class BatchSplitter:
         return take_over
 
     def splits(self, layer: int) -> bool:
-        """Return whether any expert of the layer has copies; if not, every token goes home."""
+        """Return whether any expert of the layer has replicas; if not, every token goes to a home."""
         return self._layers[layer][0].has_replicas
 
     def counts(self, topk_ids_TK: Tensor) -> Counted:
-        """This rank's choices of each expert, padding included: what will really travel."""
+        """Return int64 ``[E]``, this rank's choices of each expert, with padding; and ``begins`` for `route`."""
         return self._count(topk_ids_TK, self._num_experts)
 
     def route(
         self, layer: int, topk_ids_TK: Tensor, counts_RE: NDArray[np.int64], begins: Tensor | None = None
     ) -> tuple[Tensor, RowCounts]:
-        """Return int64 ``[T, K]``, the slot of each choice of a batch, an expert's choices to its copies in the order
-        of the tokens, and how many rows go where. ``counts_RE`` are of every rank, on the host. No host sync."""
+        """Return int64 ``[T, K]``, the slot of each choice of a batch, and how many rows go where. An expert's choices
+        go to its copies in the order of tokens. ``counts_RE``: of all ranks, on the host. ``begins``: from `counts`."""
         tables, copy_slot_EC = self._layers[layer]
         sent_EC, counts = self._split(counts_RE, tables)
         sent = torch.from_numpy(sent_EC).to(topk_ids_TK.device, non_blocking=True)

@@ -1,6 +1,5 @@
 """Split each expert's tokens over its copies so that the busiest rank has as little as can be, and tell each rank what
-it sends to which copy: numba, on counts. Nothing of torch here. What that must know of a placement is laid out once, so
-that each batch only does arithmetic.
+it sends to which copy: numba, on counts, without torch. What that must know of a placement is laid out once.
 
 Water-filling by Gauss-Seidel: visit the replicated experts in turn and give each the best split for itself, the others
 held still (fill the copies on the lowest ranks up to one level). The sweeps converge to the optimum of the linear
@@ -13,8 +12,8 @@ has room for s * t tokens. One that counts ``(1 - s) * t`` tokens on top of its 
 the split for equal ranks serves. Where not every rank reaches a level (its copies do not bring it enough tokens) t is
 larger than the mean, and halved in between what a split has reached and what none can.
 
-Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C copies of an expert (padded), R ranks,
-N replicated experts (padded).
+Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C copies of an expert (padded), R ranks, N
+replicated experts (padded).
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ class SplitTables:
         order_LN: int32, the experts with more than one copy, in the order of a sweep; padded with -1.
         ranks_LNC: int32, ``ranks_LNC[l, n]``: the ranks of the copies of expert ``order_LN[l, n]``; padded with -1.
         count_LN: int32, how many they are.
-        num_ranks: R.
-        slots_per_rank: S.
     """
 
     copy_slot_LEC: Ints
@@ -68,7 +65,7 @@ class SplitTables:
     slots_per_rank: int
 
     def of_layer(self, layer: int) -> SplitTables:
-        """Return the tables of one layer, which share memory with these."""
+        """Return the tables of one layer (L = 1), which share memory with these."""
         arrays = (name for name, value in vars(self).items() if isinstance(value, np.ndarray))
         return replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in arrays})
 
@@ -78,12 +75,12 @@ class SplitTables:
         return bool(self.count_LN.any())
 
     def sum_by_rank(self, quota_LEC: Longs) -> Longs:
-        """int64 ``[L, R]``: tokens of each rank, of those of each copy."""
+        """Return int64 ``[L, R]``, the tokens of each rank, from the tokens of each copy."""
         return _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, self.num_ranks)
 
     @classmethod
     def of(cls, placement: Placement) -> SplitTables:
-        """Lay out a placement with homes."""
+        """Return the tables of a placement, all of whose experts must have homes."""
         slot = np.asarray(placement.logical_to_physical)
         rank = placement.rank_of(slot).astype(np.int32)
         count = (slot >= 0).sum(axis=2).astype(np.int32)
@@ -111,9 +108,9 @@ class RowCounts:
 def split_for_rank(
     counts_RE: NDArray[np.integer], tables: SplitTables, rank: int, ranks_per_node: int, speed_R: Speeds = None
 ) -> tuple[Longs, RowCounts]:
-    """Return int64 ``[E, C]``, tokens that ``rank`` sends to each copy of one layer's batch (``tables``: of that layer
-    alone), and how many rows go where. A token is served on its own rank or node (consecutive ranks) where the quotas
-    allow. ``speed_R``: as for `split_totals`."""
+    """Return int64 ``[E, C]``, the tokens that ``rank`` sends to each copy of each expert, and how many rows go where.
+    ``counts_RE``: of all ranks, for one layer; ``tables``: of that layer alone. Tokens stay on their own rank, else on
+    their node (``ranks_per_node`` consecutive ranks), where quotas allow. ``speed_R``: as for `split_totals`."""
     counts: Longs = np.ascontiguousarray(counts_RE, dtype=np.int64)
     quota_EC = split_totals(counts.sum(axis=0)[None], tables, speed_R=speed_R)[0]
     quotas = tables.copy_slot_LEC[0], quota_EC
@@ -122,7 +119,7 @@ def split_for_rank(
 
 
 def split_totals(totals_LE: NDArray[np.integer], tables: SplitTables, *, speed_R: Speeds = None) -> Longs:
-    """Tokens for each copy of each expert.
+    """Return how many tokens each copy of each expert gets, for the least time of the slowest rank.
 
     Args:
         totals_LE: integer ``[L, E]``, tokens of each expert over all source ranks; sums below 2 ** 60.
@@ -130,7 +127,7 @@ def split_totals(totals_LE: NDArray[np.integer], tables: SplitTables, *, speed_R
 
     Returns:
         int64 ``[L, E, C]``, zero where there is no copy; sums over C are ``totals_LE`` exactly. The busiest rank never
-        has more than under the even split.
+            has more than under the even split. ValueError if ``tables`` are of another shape.
     """
     totals: Longs = np.ascontiguousarray(totals_LE, dtype=np.int64)
     if totals.shape != tables.copy_slot_LEC.shape[:2]:
@@ -156,7 +153,7 @@ def split_totals(totals_LE: NDArray[np.integer], tables: SplitTables, *, speed_R
 
 @jit
 def sweep_copies(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs) -> None:
-    """Give each replicated expert in turn its best split while the others stand still; in place.
+    """Give each replicated expert in turn its best split, the others held still; ``share_NC`` and ``load_R`` change.
 
     The level is ``(n + sum of the m lowest) / m`` for the largest m whose highest rank still lies under it, found by
     dropping ranks above the level of those left. What does not divide goes to the first of the used copies. Two copies
@@ -209,9 +206,9 @@ def sweep_copies(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs) 
 
 @jit
 def go_on(ranks_NC: Ints, count_N: Ints, share_NC: Longs, before_NC: Longs, load_R: Longs) -> None:
-    """Take each expert's split farther the way it came from ``before_NC``; in place, ``before_NC`` too. Every copy but
-    the first goes on by so many eighths, the first takes up the difference; an expert for which that would need less
-    than nothing stays."""
+    """Do one momentum step, in place: change each expert's shares by five eighths of their change since ``before_NC``,
+    and ``load_R`` with them. The first copy takes up the difference; an expert whose share would become negative stays.
+    ``before_NC`` becomes the shares before the step."""
     for index in range(count_N.size):
         first, possible = share_NC[index, 0], True
         for copy in range(1, count_N[index]):
@@ -234,8 +231,8 @@ def go_on(ranks_NC: Ints, count_N: Ints, share_NC: Longs, before_NC: Longs, load
 
 @jit
 def is_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, slack: int) -> bool:
-    """Return whether no split can lower the busiest rank by more than ``slack`` units. The certificate: the load of the
-    ranks within ``slack`` of the busiest, less what could leave them, spread evenly over them, is a lower bound."""
+    """Return whether it is proven that no split lowers the busiest rank by more than ``slack`` units. A lower bound:
+    the load of ranks within ``slack`` of the busiest, less what could leave them, spread evenly over them."""
     peak = load_R.max()
     floor = peak - slack
     locked, crowd = 0, 0
@@ -260,8 +257,8 @@ def is_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, sl
 
 @jit
 def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: Longs, sweeps: int) -> None:
-    """Do Gauss-Seidel sweeps from the split in ``share_NC`` and ``load_R``, in place, until the busiest rank is within
-    2 ** -10 of the mean or of the certificate's bound."""
+    """Do at most ``sweeps`` Gauss-Seidel sweeps, which change ``share_NC`` and ``load_R`` in place. Stop when the
+    busiest rank is within 2 ** -10 of the mean, or `is_optimal` proves it within 2 ** -10 of the optimum."""
     enough = load_R.sum() // load_R.size
     enough += enough >> TOLERANCE_BITS
     before_NC = np.empty_like(share_NC)
@@ -278,7 +275,8 @@ def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: 
 
 @jit
 def even_shares(totals_E: Longs, order_N: Ints, count_N: Ints, bits: int, share_NC: Longs) -> None:
-    """Give each copy of a replicated expert the same, in units of 2 ** -bits, the first few copies one unit more."""
+    """Write even shares of replicated experts into ``share_NC``, in units of 2 ** -bits; the first copies get 1
+    more."""
     for index in range(order_N.size):
         copies = count_N[index]
         if copies > 1:
@@ -290,7 +288,8 @@ def even_shares(totals_E: Longs, order_N: Ints, count_N: Ints, bits: int, share_
 
 @jit
 def round_shares(share_NC: Longs, count_N: Ints, bits: int) -> None:
-    """Whole tokens from shares in fixed point that sum to a whole, in place: largest remainder, ties to the earlier."""
+    """Round shares in units of 2 ** -bits tokens to whole tokens, in place, with the same sums: largest remainder
+    first, ties to the earlier copy."""
     mask = (1 << bits) - 1
     for index in range(count_N.size):
         missing = 0
@@ -308,7 +307,7 @@ def round_shares(share_NC: Longs, count_N: Ints, bits: int) -> None:
 
 @jit
 def fill_loads(base_R: Longs, ranks_NC: Ints, count_N: Ints, share_NC: Longs, bits: int, load_R: Longs) -> int:
-    """Fill ``load_R`` with the ranks' loads, of ``base_R`` tokens and these shares; returns the highest."""
+    """Fill ``load_R`` with ``base_R`` tokens plus shares, in units of 2 ** -bits tokens; return the highest load."""
     for rank in range(load_R.size):
         load_R[rank] = base_R[rank] << bits
     for index in range(count_N.size):
@@ -404,8 +403,8 @@ def _sum_by_rank(quota_LEC: Longs, slot_LEC: Ints, slots_per_rank: int, ranks: i
 
 
 def sweep_order(rank_EC: Ints, count_E: Ints) -> Ints:
-    """Return the replicated experts by greedy coloring, where those of one color share no rank: each gets the least
-    color that none of its ranks has."""
+    """Return the replicated experts, int32, by color of a greedy coloring: experts of one color share no rank. The more
+    copies an expert has, the earlier it is colored, and listed within its color."""
     several = np.flatnonzero(count_E > 1)
     replicated: Ints = several[np.lexsort((several, -count_E[several]))].astype(np.int32)
     color_N, colors_R = [], [0] * (int(rank_EC.max(initial=0)) + 1)  # colors: a bit for each

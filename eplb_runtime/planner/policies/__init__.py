@@ -14,7 +14,8 @@ from .incremental import incremental
 
 
 def static(request: PlanRequest) -> Placement:
-    """The current placement, or experts in logical order where there is none: PlanError, in the free layout."""
+    """Return the current placement; without one, experts in logical order. Each layer's reason in ``request.held``
+    becomes ``"static"``. PlanError: there is no current placement, in the free layout."""
     if request.current is None and request.layout == "free":
         raise PlanError("policy 'static' has no free placement to keep: give current=, or layout='home'")
     request.held.update(dict.fromkeys(range(request.num_layers), "static"))
@@ -32,11 +33,10 @@ POLICIES: dict[str, tuple[Callable[[PlanRequest], Placement], tuple[str, ...]]] 
 
 
 def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
-    """Every home changes places with one on another rank, from odd epochs half of them, since two ranks that exchange
-    everything are soon back where they began; replica slots hold the hottest of the others by float64 load ``[L, E]``.
-
-    In pairs, because a pair is the least that can be committed by itself: staging stays small however many move.
-    """
+    """Return a random placement, seeded by epoch and layer. Homes change places in pairs on two ranks: all of them in
+    even epochs; in odd epochs half of them, and the others change slots within their rank, since two ranks that
+    exchange everything are soon back where they began. Replica slots hold the experts of other ranks with most load
+    (float64 ``[L, E]``). A pair is the least that can be committed by itself: staging stays small however many move."""
     slots, homes, experts = current.slots_per_rank, current.homes_per_rank, current.num_experts
     home_LE = np.stack([_swapped(current, layer) for layer in range(current.num_layers)])
     map_LP = np.full(current.physical_to_logical.shape, EMPTY, dtype=np.int32)

@@ -10,13 +10,13 @@ from ..types import PlanRequest
 
 
 def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArray[np.int32]) -> Placement:
-    """The placement of these homes and replicas; experts that stay on a rank stay in their slot.
+    """Return the placement with these homes and replicas. An expert that stays on a rank stays in its slot.
 
     Args:
         start: the placement to stay close to; home layout.
         home_rank: int ``[L, E]``, the new home rank of each expert; each rank gets exactly E/R.
-        replicas_LRK: int32, the experts of which each rank is to hold weights-only copies, in any order, -1 for none;
-            none of its homes.
+        replicas_LRK: int32, the experts of which each rank is to hold replicas, in any order, -1 for none; none of its
+            homes.
     """
     wanted_LRH = np.argsort(home_rank, axis=1, kind="stable").reshape(start.homes_LRH.shape).astype(np.int32)
     homes_LRH = keep_slots(start.homes_LRH, wanted_LRH)
@@ -28,7 +28,8 @@ def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArra
 
 
 def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) -> NDArray[np.int32]:
-    """int32 ``[L, R, K]``: who stays keeps the slot, the others fill up in ascending order."""
+    """Return int32 ``[L, R, K]``, the wanted experts of each rank in slots. Experts that are in ``current_LRK`` keep
+    their slot, the others fill the free slots in ascending order; -1: empty."""
     same = (current_LRK[..., :, None] == wanted_LRK[..., None, :]) & (current_LRK != EMPTY)[..., :, None]
     kept_LRK = np.where(same.any(axis=-1), current_LRK, EMPTY)
     last = np.iinfo(np.int32).max
@@ -42,14 +43,16 @@ def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) ->
 def resolve(
     request: PlanRequest, planned: NDArray[np.int32], current: Placement | None, *, keep_nodes: bool = False
 ) -> Placement:
-    """The placement to propose for a plan of the free layout, near the current one and within the budget of moves.
+    """Return the placement to propose for a plan of the free layout, near the current one and within the budget of
+    moves.
 
     Ranks are equal, so the plan's ranks are renamed to current ones that hold most of their experts. Layers that gain
-    nothing stay; where the budget is short, the layers that gain most per moved slot go first.
+    nothing stay; where the budget is short, the layers that gain most per moved slot go first. ``request.held`` gets
+    ``"limits"`` for each layer that stays for want of budget.
 
     Args:
         planned: int32 ``[L, P]``, without empty slots.
-        current: the current placement, of the same slots and in the free layout; None: there is none.
+        current: the current placement, of the same slots and in the free layout; None: the plan is taken as it is.
         keep_nodes: ranks that share a node in the plan must go on sharing one (the group rule).
     """
     experts, topology = request.num_experts, request.topology
@@ -83,8 +86,9 @@ def _numbered(slot_LRS: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: int | None = None) -> NDArray[np.int64]:
-    """int64 ``[R]``: for each rank of ``new_RS`` one that holds most of its experts in ``now_RS``, each once; ranks of
-    a node (``node_ranks``; None: all are of one) together. Pairs that share most are named first."""
+    """Return int64 ``[R]``: for each rank of ``new_RS`` a rank of ``now_RS``, each once, that holds many of its
+    experts. Pairs that share most experts are matched first. Nodes of ``node_ranks`` ranks are matched as a whole;
+    None: one node."""
     ranks, slots = now_RS.shape
     if node_ranks is not None and node_ranks < ranks:
         now_NRS, new_NRS = (one.reshape(-1, node_ranks, slots) for one in (now_RS, new_RS))
@@ -100,7 +104,7 @@ def names(now_RS: NDArray[np.integer], new_RS: NDArray[np.integer], node_ranks: 
 
 
 def names_of(new_N: NDArray[np.int64], holder_N: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    """Return what `names` does, by pairs: the new rank of an expert, and who holds it now."""
+    """Return what `names` does, from pairs: the new rank of an expert (``new_N``), and a rank that holds it now."""
     pair, shared = np.unique(new_N * ranks + holder_N, return_counts=True)
     named, is_free = [-1] * ranks, [True] * ranks
     for new, holder in np.stack(np.divmod(pair[np.argsort(-shared, kind="stable")], ranks), axis=1).tolist():
@@ -114,13 +118,13 @@ def names_of(new_N: NDArray[np.int64], holder_N: NDArray[np.int64], ranks: int) 
 def share_out(
     value: list[NDArray[np.float64]], cost: list[NDArray[np.int64]], limits: tuple[int | None, ...]
 ) -> NDArray[np.int64]:
-    """Return how far each layer may follow its way: always the stretch with most gain per cost next, while it fits.
+    """Share a budget of moves out over layers: the steps with most gain per cost are taken next, while they fit.
 
     Args:
         value: for each layer float64 ``[N + 1]``, what to lower, after 0, 1, ... N steps.
         cost: for each layer int64 ``[N + 1, B]``, what it has cost by then, in each of B currencies. Gain is measured
             per unit of the first.
-        limits: for each currency, over all layers; None: no limit.
+        limits: for each currency, over all layers; None: no limit. Without any limit all steps are taken.
 
     Returns:
         int64 ``[L]``, steps to take in each layer; equal rates go to the lower layer.

@@ -19,10 +19,10 @@ MOST = 1e30
 
 
 def deepseek(request: PlanRequest) -> Placement:
-    """The policy ``deepseek``: what DeepSeek's EPLB plans for the forecast, except for ties.
+    """Return the placement that DeepSeek's EPLB plans for the forecast, except for ties.
 
-    In the free layout only a budget of moves makes it look at the current placement: layers take turns (`resolve`).
-    In the home layout, without replicas, homes are dealt out near the current ones.
+    In the free layout only a budget of moves makes it look at the current placement (`resolve`). In the home layout,
+    without replicas, homes are dealt out near the current ones. `resolve` may write to ``request.held``.
 
     Raises:
         PlanError: replica slots of the current placement hold experts.

@@ -22,10 +22,10 @@ other slot of a swap or the expert of a replica."""
 
 @jit
 def descend(layer: Layer, track_NX: FloatArray) -> int:
-    """Take steps until none helps or the track is full.
+    """Take steps that lower the imbalance by more than their moves cost, until none is found or the track is full.
 
     Args:
-        layer: tokens are split; where the search ends it is in the state after the last step.
+        layer: its tokens are split (`worth`). It is changed in place to the state after the last step.
         track_NX: out, float64 ``[N + 1, 6]``, row n after n steps.
 
     Returns:
@@ -85,7 +85,8 @@ def _note(layer: Layer, peak_W: FloatArray, row_X: FloatArray) -> float:
 
 @jit
 def moved(layer: Layer) -> tuple[int, int]:
-    """Return how many homes and replicas are on ranks that did not hold them so."""
+    """Return how many homes are on another rank than now, and how many replicas on a rank that has neither home nor
+    replica of their expert now."""
     homes, replicas = 0, 0
     for slot in range(layer.slot_P.size):
         expert, rank = layer.slot_P[slot], layer.rank_P[slot]
@@ -101,7 +102,7 @@ def moved(layer: Layer) -> tuple[int, int]:
 
 @jit
 def take(layer: Layer, kind: int, slot: int, other: int) -> None:
-    """Take one step of a track."""
+    """Change the layer in place by one step: exchange two homes, or put the expert ``other`` into a replica slot."""
     if kind == SWAP:
         swap_homes(layer, slot, other)
     else:
@@ -109,7 +110,7 @@ def take(layer: Layer, kind: int, slot: int, other: int) -> None:
 
 
 def after(begin_P: IntArray, track_NX: FloatArray) -> IntArray:
-    """The placement at the end of a track that begins there."""
+    """Return a copy of ``begin_P`` after the steps of a track, int64 ``[P]``."""
     slot_P = begin_P.copy()
     for kind, slot, other in track_NX[1:, [KIND, SLOT, OTHER]].astype(np.int64).tolist():
         if kind == SWAP:

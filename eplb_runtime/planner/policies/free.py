@@ -27,8 +27,8 @@ ENOUGH = 1.0 + 2e-4
 
 
 def free(request: PlanRequest) -> Placement:
-    """The policies ``free`` and ``hierarchical``: ``balance`` of the forecast, the latter by groups, near the current
-    placement (by whole nodes where groups are kept on one) and within the budget."""
+    """Return the placement of policy ``free`` or ``hierarchical``: `balance` of the forecast (by groups in the latter),
+    near the current placement and within the budget. `resolve` may write to ``request.held``."""
     groups = request.groups if request.policy == "hierarchical" else 1
     ranks, nodes = request.topology.num_ranks, request.topology.num_nodes
     planned = balance(request.forecast, ranks, request.slots_per_rank, groups, nodes)
@@ -36,19 +36,19 @@ def free(request: PlanRequest) -> Placement:
 
 
 def has_rule(groups: int, num_nodes: int) -> bool:
-    """Return whether whole groups can be dealt out evenly to nodes, so that there is a rule to keep."""
+    """Return whether each group stays on one node: there are several groups, and as many on each of several nodes."""
     return groups > 1 and num_nodes > 1 and groups % num_nodes == 0
 
 
 def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int, groups: int = 1, num_nodes: int = 1) -> IntArray:
-    """Plan every layer on its own, without regard to any current placement.
+    """Return the best placement found for every layer on its own, without regard to any current placement.
 
     Args:
         load: ``[L, E]``, tokens of each expert, finite and not negative.
         num_ranks: R, R / num_nodes consecutive ones a node.
         slots_per_rank: S; R x S is at least E, and S at most the experts of a node.
-        groups: expert groups, each of E / groups consecutive experts. If ``num_nodes`` does not divide it there is no
-            rule to keep.
+        groups: expert groups, each of E / groups consecutive experts, kept on one node if ``num_nodes`` divides
+            ``groups``.
         num_nodes: nodes.
 
     Returns:

@@ -40,12 +40,14 @@ class _Solution:
 
     @property
     def gain(self) -> float:
-        """Imbalance by which the layer falls, less the price of its moves."""
+        """Return the imbalance by which the layer falls, less the price of its moves."""
         return float((self.before_W - self.after_W).mean()) - self.cost
 
 
 def incremental(request: PlanRequest) -> Placement:
-    """Search in the home layout, under ``max_moves``, ``max_bytes`` and the price of a move."""
+    """Return a placement in the home layout that moves few experts, within ``max_moves`` and ``max_bytes``. A layer
+    stays where its gain is not sure or not worth its moves; ``request.held`` says why, if a better placement is
+    known."""
     layers = _layers(request)
     solutions = [_solve(request, layer) for layer in layers]
     sure_L = np.ones(len(layers), dtype=bool)

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 
 def begun(layer: Layer, load_WE: FloatArray) -> Layer:
-    """A layer of these scenarios; nothing is placed."""
+    """Return the layer with these scenarios and new arrays for a placement and its split, for `worth` to fill."""
     ranks, experts, slots = layer.virtual_R.size, layer.home_E.size, layer.now_P.size
     return layer._replace(
         load_WE=load_WE,
@@ -57,7 +57,7 @@ def begun(layer: Layer, load_WE: FloatArray) -> Layer:
 
 @jit
 def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
-    """Put a placement into the layer, with its split; return what it is worth, the mean and in each scenario."""
+    """Put a placement and its split into the layer, in place. Return its value (`judge`), mean and in each scenario."""
     ranks, scenarios = layer.load_RW.shape
     layer.count_E[:] = 0
     for first, last in ((0, layer.homes), (layer.homes, layer.per_rank)):
@@ -84,7 +84,7 @@ def worth(layer: Layer, slot_P: IntArray) -> tuple[float, FloatArray]:
 
 @jit
 def copy_split(token_PW: FloatArray, load_RW: FloatArray, to_token_PW: FloatArray, to_load_RW: FloatArray) -> None:
-    """Copy the split of a layer. (Loops: what copies arrays whole takes seconds to compile.)"""
+    """Copy the first two arrays into the last two. (Loops: what copies arrays whole takes seconds to compile.)"""
     for one_XW, to_XW in ((token_PW, to_token_PW), (load_RW, to_load_RW)):
         for row in range(one_XW.shape[0]):
             for scenario in range(one_XW.shape[1]):
@@ -93,8 +93,9 @@ def copy_split(token_PW: FloatArray, load_RW: FloatArray, to_token_PW: FloatArra
 
 @jit
 def fill_to_level(layer: Layer, sweeps: int) -> None:
-    """Split the tokens of replicated experts so that the busiest rank has less: water-filling, expert by expert, in so
-    many passes over all of them. (A call for each of two copies would cost three times the arithmetic.)"""
+    """Split the tokens of experts with replicas anew, in place, so that the busiest rank has less: water-filling,
+    expert by expert, ``sweeps`` times over all experts. (A call for each of two copies would cost three times the
+    arithmetic.)"""
     scenarios, several = layer.load_RW.shape[1], np.flatnonzero(layer.count_E > 1)
     total_W, level_W = np.empty(scenarios), np.empty(scenarios)
     for _ in range(sweeps):
@@ -147,8 +148,8 @@ def _split_in_many(layer: Layer, expert: Any, total_W: FloatArray, level_W: Floa
 
 @jit
 def judge(layer: Layer, peak_W: FloatArray) -> float:
-    """Return what the layer is worth, to be lowered: the mean of ``peak_W``, which is filled with the imbalance in each
-    scenario, with what crossing tokens cost."""
+    """Return the mean of ``peak_W``, which this fills: each scenario's imbalance, plus the price of tokens that cross
+    nodes."""
     peak_W[:] = 0.0
     for rank in range(layer.load_RW.shape[0]):
         for scenario in range(peak_W.size):
@@ -177,7 +178,7 @@ def _crossing(layer: Layer, scenario: int) -> float:
 
 @jit
 def swap_homes(layer: Layer, one: int, other: int) -> None:
-    """Exchange the experts of two home slots; each takes along the tokens that it has there."""
+    """Exchange the experts of two home slots in the layer, in place; their tokens in these slots go along."""
     first, second = layer.slot_P[one], layer.slot_P[other]
     layer.slot_P[one], layer.slot_P[other] = second, first
     layer.copies_CE[0, first], layer.copies_CE[0, second] = other, one
@@ -190,8 +191,8 @@ def swap_homes(layer: Layer, one: int, other: int) -> None:
 
 @jit
 def set_replica(layer: Layer, slot: int, expert: int) -> None:
-    """Put an expert, or EMPTY, into a replica slot. It begins without tokens; those of the replica that was there go to
-    that expert's home."""
+    """Put an expert, or EMPTY, into a replica slot of the layer, in place. A new replica has no tokens yet; the tokens
+    of the replica that was there go to its expert's home."""
     old = layer.slot_P[slot]
     if old != EMPTY:
         home, last = layer.copies_CE[0, old], layer.count_E[old] - 1

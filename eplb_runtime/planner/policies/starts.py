@@ -13,7 +13,7 @@ from .layer import FloatArray, IntArray, Layer
 
 
 def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
-    """Yield int64 ``[P]`` each, for the mean load of the scenarios, in units of the even rank load."""
+    """Yield placements to search from, int64 ``[P]``. ``load_E`` is the scenarios' mean, the even rank load being 1."""
     now_P, homes, per_rank, ranks = layer.now_P, layer.homes, layer.per_rank, layer.virtual_R.size
     replicas = per_rank - homes
     distance_K = ring_distances(ranks, replicas)
@@ -40,24 +40,21 @@ def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
 
 
 def ring_distances(ranks: int, replicas: int) -> IntArray:
-    """int64 ``[K]``, how far back the rank is whose expert a replica slot takes; as in LPLB's graphs, few hops connect
-    all ranks."""
+    """Return int64 ``[K]``: replica slot k of rank r takes an expert of rank r - distance. As in LPLB's graphs, few
+    hops connect all ranks."""
     distances = list(dict.fromkeys(one % ranks for one in (1, ranks // 4 + 1, 5, 7, *range(2, ranks)) if one % ranks))
     return np.resize(np.array(distances or [0], dtype=np.int64), replicas)
 
 
 @jit
 def deal(layer: Layer, load_E: FloatArray, hottest: int, keep: bool, slack: float, far_EN: FloatArray) -> IntArray:
-    """Deal out homes and replicas of the hottest experts, heaviest first, each to the rank with the lightest load.
+    """Return slots int64 ``[P]``. Homes and replicas are dealt out heaviest first, each to the rank with least load.
 
     Args:
-        hottest: replica slots for the hottest experts; the others stay empty.
+        hottest: how many replica slots the hottest experts get; the others stay empty.
         keep: homes stay where they are.
         slack: an expert keeps its home rank while that is heavier than the lightest by no more; below 0: none does.
         far_EN: what a rank of a node counts as heavier for an expert, per token: it is far from the expert's sources.
-
-    Returns:
-        int64 ``[P]``.
     """
     now_P, homes, per_rank = layer.now_P, layer.homes, layer.per_rank
     experts, ranks = load_E.size, now_P.size // per_rank
@@ -121,8 +118,8 @@ def deal(layer: Layer, load_E: FloatArray, hottest: int, keep: bool, slack: floa
 
 @jit
 def add_rings(load_E: FloatArray, homes: int, per_rank: int, distance_K: IntArray, slot_P: IntArray) -> None:
-    """Fill each empty replica slot with the home, of the rank at the slot's distance, that has most load a replica; in
-    place."""
+    """Fill empty replica slots of ``slot_P`` in place. Each gets, of the homes on the rank at the slot's distance, the
+    one with most load a replica that its rank does not have; it stays empty if there is none."""
     ranks, count_E = slot_P.size // per_rank, np.ones(load_E.size)
     for slot in range(slot_P.size):
         if slot % per_rank >= homes and slot_P[slot] != EMPTY:
