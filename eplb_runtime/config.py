@@ -239,33 +239,37 @@ class BalancerConfig(_Settings):
 
     @property
     def speed_R(self) -> NDArray[np.float64] | None:
-        """float64 ``[R]``, of each rank, the fastest 1; None: all alike."""
+        """Speed of each rank, float64 ``[R]``, the fastest 1; None: none given, or all equally fast."""
         if self.rank_speed is None or len(set(self.rank_speed)) == 1:
             return None
         return np.array(self.rank_speed, dtype=np.float64) / max(self.rank_speed)
 
     @property
     def listen_address(self) -> tuple[str, int]:
-        """Host and port of ``listen``, which is given."""
+        """Host and port of ``listen``. The host of a port alone is `LOOPBACK`; brackets around an IPv6 host are
+        removed. ``("", 65536)``: ``listen`` is None or malformed."""
         address = _ADDRESS.fullmatch(str(self.listen))
         host, port = address.groups() if address else ("", 1 << 16)
         return (LOOPBACK if host is None else host).removeprefix("[").removesuffix("]"), int(port)
 
     def window_rows(self, steps_per_row: int) -> int:
-        """Rows of load history of a decision, each of so many steps; with ``interval=None``, between decisions."""
+        """Return how many rows of load history a decision looks at, at least 1, where a row has ``steps_per_row``
+        steps. With ``interval=None`` a row has all steps between two decisions."""
         if self.interval is None:
             return self.window or _WINDOW_DECISIONS
         return max(1, (self.window or _WINDOW_DECISIONS * self.interval) // steps_per_row)
 
     @property
     def horizon(self) -> int | None:
-        """Steps over which a rebalance is expected to go on paying; None: the steps between the last two decisions."""
+        """Steps over which a rebalance is expected to go on paying: ``horizon_steps``, or else ten intervals. None:
+        neither is given, and callers take the steps between the last two decisions."""
         if self.migration.horizon_steps is not None:
             return self.migration.horizon_steps
         return None if self.interval is None else 10 * self.interval
 
     def described(self) -> dict[str, str]:
-        """What ranks must have in common, by setting, in words that are equal where settings are."""
+        """Return the settings that must be equal on all ranks as strings, by name (``"dispatch.NAME"`` for those of a
+        `DispatchConfig`). A placement is given as its digest."""
         top = {own.name: getattr(self, own.name) for own in fields(self) if own.name not in _ON_RANK_0}
         dispatch, migration = top.pop("dispatch"), top.pop("migration")
         settings = {**top, **{f"dispatch.{name}": value for name, value in vars(dispatch).items()}, **vars(migration)}
@@ -326,16 +330,18 @@ class Trial:
 
 
 def take_trial(keep: bool = False) -> Trial | None:
-    """Return the trial of this process, once: a second ``attach`` is left alone. ``keep``: leave it to ``attach``."""
+    """Return the trial in this process's variable `VERIFY`, or None if there is none, and delete the variable, so that
+    a second ``attach`` finds no trial. ``keep``: leave the variable for ``attach``."""
     text = os.environ.get(VERIFY, "") if keep else os.environ.pop(VERIFY, "")
     return Trial(**json.loads(text)) if text else None
 
 
 def set_trial(trial: Trial, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let the next ``attach`` of a process with this environment be part of a trial."""
+    """Write a trial as JSON into the variable `VERIFY` of an environment, by default this process's, for the next
+    ``attach`` of a process that has this environment."""
     environment[VERIFY] = json.dumps(asdict(trial))
 
 
 def launcher_environment() -> Mapping[str, str]:
-    """The process environment, for the few facts that a launcher hands over (``LOCAL_WORLD_SIZE``)."""
+    """Return ``os.environ`` itself, for the few variables that a launcher sets (``LOCAL_WORLD_SIZE``)."""
     return os.environ

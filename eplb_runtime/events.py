@@ -31,7 +31,7 @@ class Event:
 
     @property
     def label(self) -> str:
-        """Kind of event, in tables."""
+        """Kind of event, for tables: the last word of the class name, in lower case."""
         return str(re.findall("[A-Z][a-z]+", self.name)[-1]).lower()
 
     @property
@@ -39,17 +39,18 @@ class Event:
         return type(self).__name__
 
     def to_dict(self) -> dict[str, Any]:
-        """Name and fields, without arrays."""
+        """Return ``{"event": class name}`` with all fields added, except those for listeners alone, such as arrays."""
         kept = {own.name: getattr(self, own.name) for own in fields(self) if own.compare}
         return {"event": self.name, **kept}
 
     def brief(self) -> str:
-        """Return what happened, in a line: the fields, where a class does not say it otherwise."""
+        """Return a line that says what happened: here names and values of the fields but ``step``, without names where
+        values are strings."""
         told = [(own.name.replace("_", " "), getattr(self, own.name)) for own in fields(self)[1:]]
         return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in told if value != ())
 
     def without_arrays(self) -> "Event":
-        """Return it as the log keeps it."""
+        """Return a copy for the log, in which the fields for listeners, such as arrays, are None."""
         arrays: dict[str, Any] = {own.name: None for own in fields(self) if not own.compare}
         return replace(self, **arrays) if arrays else self
 
@@ -241,7 +242,9 @@ class EventLog:
         self.called_at_once: list[Callable[[Event], None]] = []  # ours, which wait for nothing
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
-        """Call a function with each new event, on a thread of its own: one that is too slow misses events."""
+        """Call ``listener`` with each event from now on, on a thread of its own, and log what it raises. While
+        `MOST_WAITING` events wait for it, new ones are dropped for this listener: `left_out` counts them, and a warning
+        is logged once."""
         thread = Worker("eplb_runtime listener", self._begin)
         warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
         self._threads.append(thread)
@@ -262,7 +265,7 @@ class EventLog:
             _tell(listener, event)
 
     def close(self) -> None:
-        """Let listeners hear what they have not yet, each for ten seconds at most."""
+        """End the threads of listeners, each after the events that wait for it, or after ten seconds."""
         for thread in self._threads:
             thread.close(CLOSING_SECONDS)
 

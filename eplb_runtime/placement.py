@@ -26,8 +26,8 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class HomeRows:
-    """Which rank has the row of a home, and where: the ranks that have each row once, numbered in the order of the rows
-    (`distributed.ranks.Job.row_ranks`). Takes slots, or arrays of them, that are home slots.
+    """Numbers of the ranks that hold each home row once (`distributed.ranks.Job.row_ranks`), and of the rows on them.
+    Methods take a home slot, or an array of home slots.
 
     Args:
         slots_per_rank, homes_per_rank: S and E/R.
@@ -42,23 +42,25 @@ class HomeRows:
 
     @property
     def rows(self) -> int:
-        """E/(R D), of each rank."""
+        """Home rows on each rank, E/(R D)."""
         return self.homes_per_rank // self.parts
 
     def rank_of(self, slot: Any) -> Any:
-        """Who has the row."""
+        """Return which rank holds the row of a home slot, as an index into `distributed.ranks.Job.row_ranks`; for an
+        array of slots an array."""
         return self.place_of(slot) // self.rows
 
     def row_of(self, slot: Any) -> Any:
-        """Which row it is there."""
+        """Return the index that the row of a home slot has on its rank; for an array of slots an array."""
         return slot % self.slots_per_rank % self.rows
 
     def place_of(self, slot: Any) -> Any:
-        """The number of the row among all, rank by rank."""
+        """Return the index of a home slot's row among the rows of all ranks, rank after rank; for an array of slots an
+        array."""
         return slot // self.slots_per_rank * self.homes_per_rank + slot % self.slots_per_rank
 
     def slot_at(self, place: Any) -> Any:
-        """The home slot whose row has this number."""
+        """Return the home slot whose row has this index among the rows of all ranks: the inverse of `place_of`."""
         return place // self.homes_per_rank * self.slots_per_rank + place % self.homes_per_rank
 
 
@@ -113,14 +115,9 @@ class Placement:
 
     @classmethod
     def initial(cls, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int = 0) -> "Placement":
-        """Experts in logical order over the ranks, replica slots empty: where every job starts.
-
-        Args:
-            replica_slots: k, replica slots on each rank.
-
-        Raises:
-            PlacementError: ``num_ranks`` does not divide ``num_experts``.
-        """
+        """Return the placement where every job starts: experts in logical order over the ranks, and ``replica_slots``
+        empty replica slots on each rank.
+        Raises PlacementError: ``num_ranks`` does not divide ``num_experts``."""
         if num_ranks < 1 or num_experts % num_ranks:
             raise PlacementError(uneven(num_experts, num_ranks))
         homes = num_experts // num_ranks
@@ -143,22 +140,22 @@ class Placement:
 
     @property
     def num_slots(self) -> int:
-        """P, all slots of a layer."""
+        """P, the slots of a layer over all ranks."""
         return int(self.physical_to_logical.shape[1])
 
     @property
     def slots_per_rank(self) -> int:
-        """S."""
+        """S, the slots of a layer on each rank."""
         return self.num_slots // self.num_ranks
 
     @property
     def homes_per_rank(self) -> int:
-        """E/R, the home slots of a rank (``home`` layout)."""
+        """E/R, the home slots of a layer on each rank (``home`` layout)."""
         return self.num_experts // self.num_ranks
 
     @property
     def replica_slots(self) -> int:
-        """k, the replica slots of a rank (``home`` layout)."""
+        """k, the replica slots of a layer on each rank (``home`` layout)."""
         return self.slots_per_rank - self.homes_per_rank
 
     @property
@@ -169,7 +166,7 @@ class Placement:
 
     @cached_property
     def copy_count(self) -> IntArray:
-        """int32 ``[L, E]``: slots that hold each expert."""
+        """Number of slots that hold each expert, its home included: int32 ``[L, E]``, read-only."""
         layers, slots = np.nonzero(self.physical_to_logical != EMPTY)
         flat = layers * self.num_experts + self.physical_to_logical[layers, slots]
         counts = np.bincount(flat, minlength=self.num_layers * self.num_experts)
@@ -177,7 +174,8 @@ class Placement:
 
     @cached_property
     def logical_to_physical(self) -> IntArray:
-        """int32 ``[L, E, C]``: the slots of each expert, home first, then ascending; padded with -1."""
+        """The slots of each expert, home first, then ascending, padded with -1: int32 ``[L, E, C]``, read-only; C is
+        the largest `copy_count`."""
         layers, slots = np.nonzero(self.physical_to_logical != EMPTY)
         experts = self.physical_to_logical[layers, slots]
         group = layers * self.num_experts + experts
@@ -196,12 +194,12 @@ class Placement:
 
     @property
     def homes_LRH(self) -> IntArray:
-        """int32 ``[L, R, E/R]``: the logical experts at home on each rank (``home`` layout)."""
+        """The logical experts at home on each rank, by slot: int32 ``[L, R, E/R]``; PlacementError: free placement."""
         return self._by_rank()[:, :, : self.homes_per_rank]
 
     @property
     def replicas_LRK(self) -> IntArray:
-        """int32 ``[L, R, k]``: the logical experts copied to each rank, or `EMPTY` (``home`` layout)."""
+        """The logical expert in each replica slot, or `EMPTY`: int32 ``[L, R, k]``; PlacementError: as `homes_LRH`."""
         return self._by_rank()[:, :, self.homes_per_rank :]
 
     def _by_rank(self) -> IntArray:
@@ -209,36 +207,33 @@ class Placement:
         return self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
 
     def require_homes(self) -> IntArray:
-        """``home``, int32 ``[L, E]``.
-
-        Raises:
-            PlacementError: this is a free placement.
-        """
+        """Return ``home``, the home slot of each expert, int32 ``[L, E]``; PlacementError: this is a free placement."""
         if self.home is None:
             raise PlacementError("a free placement has no homes: make one in the home layout")
         return self.home
 
     @cached_property
     def home_rank(self) -> IntArray:
-        """int32 ``[L, E]``: the rank that owns each expert (``home`` layout)."""
+        """The rank that has the home of each expert: int32 ``[L, E]``, read-only; PlacementError: a free placement."""
         return _read_only((self.require_homes() // self.slots_per_rank).astype(np.int32))
 
     def homes_over(self, num_ranks: int) -> IntArray:
-        """int32 ``[L, num_ranks, E/num_ranks]``: as ``homes_LRH``, the same homes in the same order cut for another
-        number of ranks: where those of a rank are divided over several (`distributed.ranks.Ranks`)."""
+        """Return the logical experts at home on each rank, in the order of ``homes_LRH``, where homes are divided over
+        another number of ranks (`distributed.ranks.Ranks`): int32 ``[L, num_ranks, E/num_ranks]``."""
         return self.homes_LRH.reshape(self.num_layers, num_ranks, -1)
 
     def home_rows(self, parts: int = 1, holders: int = 1) -> HomeRows:
-        """Who has the rows of homes, where those of each rank are divided over so many, or held by so many at once."""
+        """Return the `HomeRows` of this placement, for homes that are divided over ``parts`` ranks or held by
+        ``holders`` ranks at once."""
         return HomeRows(self.slots_per_rank, self.homes_per_rank, parts, holders)
 
     def with_epoch(self, epoch: int) -> "Placement":
         return Placement(self.physical_to_logical, self.num_experts, self.num_ranks, self.home, epoch)
 
     def stepped(self, physical_to_logical: IntArray, home: IntArray, epoch: int) -> "Placement":
-        """A placement on the way from this one to another, taken unchecked: only for steps that are valid by how they
-        were made (a migration's rounds). The arrays, ``[L, P]`` and ``[L, E]``, are its own from now on.
-        """
+        """Return a placement of the same sizes with these maps, int32 ``[L, P]`` and ``[L, E]``. They are neither
+        checked nor copied, and become read-only. Only for maps that are valid by how they were made (a migration's
+        rounds)."""
         step = object.__new__(Placement)
         step._set(_read_only(physical_to_logical), self.num_experts, self.num_ranks, _read_only(home), epoch)
         return step
@@ -247,14 +242,15 @@ class Placement:
         self.__dict__.update(zip(Placement.__dataclass_fields__, values, strict=True))  # it is frozen for others
 
     def without_replicas(self) -> "Placement":
-        """The same homes, every replica slot empty (``home`` layout)."""
+        """Return a placement with the same homes and epoch, and every replica slot empty; PlacementError: a free
+        placement."""
         self.require_homes()
         is_replica = np.arange(self.num_slots) % self.slots_per_rank >= self.homes_per_rank
         map_ = np.where(is_replica, EMPTY, self.physical_to_logical)
         return Placement(map_, self.num_experts, self.num_ranks, self.home, self.epoch)
 
     def digest(self) -> str:
-        """32 hex digits over shape and content (not the epoch): equal digests mean equal placements."""
+        """Return 32 hex digits over shape and content (not the epoch): equal digests mean equal placements."""
         hasher = hashlib.blake2b(digest_size=16)
         shape = (self.num_layers, self.num_experts, self.num_ranks, self.slots_per_rank, self.home is not None)
         hasher.update(np.array(shape, dtype="<i8").tobytes())
@@ -287,22 +283,19 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str) -> "Placement":
-        """Read what ``to_json`` wrote: PlacementError, where it is something else."""
+        """Return the placement that `to_json` wrote; PlacementError: the text is something else, or breaks a rule."""
         return cls.from_fields(placement_file.from_json(text))
 
     def save(self, path: str | Path) -> None:
-        """Write a ``.json`` file, see :func:`utils.files.replacing`: PlacementError, where it ends otherwise."""
+        """Write the placement to a ``.json`` file, which appears whole or not at all. PlacementError: another name."""
         if Path(path).suffix not in placement_file.ENDINGS:
             raise PlacementError(f"{path}: a placement is written as .json")
         write_file(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "Placement":
-        """Read a placement file.
-
-        Raises:
-            PlacementError: the file is missing or is not a valid placement; the message names the file.
-        """
+        """Return the placement that a file holds.
+        Raises PlacementError: the file is missing or holds no valid placement; the message names the file."""
         try:
             return cls.from_fields(placement_file.read(Path(path)))
         except (OSError, FileError) as error:
@@ -312,10 +305,7 @@ class Placement:
     @classmethod
     def from_fields(cls, fields: Any) -> "Placement":
         """Return the placement of a file's fields.
-
-        Raises:
-            PlacementError: a field is missing or of another type, or they contradict each other.
-        """
+        Raises PlacementError: a field is missing or of another type, or the fields contradict each other."""
         known = placement_file.checked(fields)
         placement = cls(known["physical_to_logical"], known["experts"], known["ranks"], known["home"], known["epoch"])
         said, mine = (known["layers"], known["slots_per_rank"]), (placement.num_layers, placement.slots_per_rank)
@@ -325,11 +315,8 @@ class Placement:
         return placement
 
     def require_model(self, num_layers: int, num_experts: int, num_ranks: int, replica_slots: int) -> None:
-        """Check that this is a ``home`` placement for such a model and EP group.
-
-        Raises:
-            PlacementError: it is for another model, another number of ranks or slots, or in the free layout.
-        """
+        """Raise PlacementError unless this placement has the ``home`` layout and these sizes: MoE layers, experts,
+        ranks of the EP group and replica slots on each rank."""
         if self.layout != "home":
             raise PlacementError("the placement is in the free layout; training needs the home layout")
         mine = (self.num_layers, self.num_experts, self.num_ranks, self.replica_slots)
@@ -408,6 +395,6 @@ def _read_only(array: NDArray[np.int32]) -> IntArray:
 
 
 def uneven(num_experts: int, num_ranks: int) -> str:
-    """Return the refusal of ranks that do not divide the experts."""
+    """Return the message that refuses ranks which do not divide the experts; it lists the EP sizes that do."""
     sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
     return f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks: EP sizes are {', '.join(sizes)}"

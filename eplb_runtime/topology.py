@@ -57,7 +57,8 @@ class Topology:
     def from_launcher(
         cls, environ: Mapping[str, str], num_ranks: int, ep_groups: Sequence[Sequence[int]] | None = None
     ) -> "Topology":
-        """Read the node size from torchrun's variables (``LOCAL_WORLD_SIZE``); one node if they say nothing usable.
+        """Return a topology with the node size that torchrun's ``LOCAL_WORLD_SIZE`` gives; of one node if that is
+        missing, or ranks lie unevenly on nodes.
 
         Args:
             environ: the process environment (or a stand-in).
@@ -81,7 +82,7 @@ class Topology:
 
     @property
     def slowest_bandwidth(self) -> float:
-        """Bytes/s that any rank can send to any other, at least."""
+        """The smaller one of the two bandwidths, in bytes/s."""
         return min(self.intra_node_bandwidth, self.inter_node_bandwidth)
 
 

@@ -1,7 +1,4 @@
-"""The balancer as its user sees it: it measures, rebalances at the step boundary, and reduces gradients.
-
-`rebalancer.py` changes the placement, `phases.py` saves it; these are the calls that a training loop makes.
-"""
+"""The balancer as its user sees it: the calls that a training loop makes. `rebalancer.py` changes the placement."""
 
 from __future__ import annotations
 
@@ -47,8 +44,8 @@ EXPORT_SECONDS = 120.0
 
 
 def _end_threads(of: weakref.ref[Balancer]) -> None:
-    """Close a balancer at the end of its process if ``close`` was not called: a thread that returned from a wait
-    into a finalized interpreter would end the process by a signal."""
+    """Close a balancer at the end of its process if ``close`` was not called: a thread that returned from a wait into a
+    finalized interpreter would end the process by a signal."""
     balancer = of()
     if balancer is not None and not balancer.closed and not balancer.in_a_child:
         balancer.loop.closed = True
@@ -70,11 +67,11 @@ class Balancer:
     """Keeps the experts of one model balanced; made by ``attach``, which also hooks it into the optimizer.
 
     Attributes:
-        config: its settings.
         topology: ranks, nodes and measured bandwidths.
         events: history of the run (`eplb_runtime.events`).
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
-        runtime, tensors, loop, guard, gradients, rebalancer, optimizer_hooks: its parts, for hosts and other rooms.
+        config, runtime, tensors, loop, guard, gradients, rebalancer, optimizer_hooks: its parts, for hosts and other
+            rooms.
         closing: what ends at `close`, the last first.
     """
 
@@ -115,7 +112,8 @@ class Balancer:
         self.optimizer_hooks = hook_optimizers(self)
 
     def begin(self) -> None:
-        """Begin once every rank has a balancer. Collective."""
+        """Begin to copy the weights of homes to replicas, and register a function that ends this balancer's threads at
+        the exit of a process that has not called `close`. Collective, once every rank has a balancer."""
         self.rebalancer.refresh_replicas()
         atexit.register(_end_threads, weakref.ref(self))
 
@@ -148,44 +146,45 @@ class Balancer:
 
     @property
     def closed(self) -> bool:
-        """Return whether `close` was called."""
+        """Return whether the balancer was closed, by `close` or at the end of the process."""
         return self.loop.closed
 
     @property
     def placement(self) -> Placement:
         """The current placement; its ``epoch`` counts commits. During an overlapped migration it waits for other ranks'
-        commits of the running step: ask on every rank at the same place."""
+        commits of the running step: ask on every rank at the same place. A forward that runs on this thread is taken
+        for one that broke off: layers that it has not reached migrate after the next step."""
         self.loop.end_broken_off()
         return self.rebalancer.placement()
 
     # -- ahead of training ---------------------------------------------------------------------------------------------
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """Move a tensor with the experts of a parameter (an EMA copy, a mask, other state of each expert), in place,
-        bit for bit, and save it in checkpoints; it is not copied to replicas or trained. Wrap in
-        DistributedDataParallel after this. ``parameter``: a key of ``layer_of_parameter``. ``name``: new for it.
-        ``tensor``: ``[E/R, ...]``, rows in its current order, on its device. The same names on every rank, in the same
-        order.
-        Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
+        """Register a tensor that moves with the experts of a parameter (an EMA copy, a mask, other state of each
+        expert): migrations write it in place, bit for bit, and checkpoints save it; replicas do not get it. If the
+        model has it, DistributedDataParallel is told to ignore it: wrap after this. Not collective; the same names on
+        every rank, in one order. ``parameter``: a key of ``layer_of_parameter``. ``tensor``: ``[E/R, ...]``, rows in
+        the parameter's current order; where ``fully_shard`` slices experts, a DTensor placed as it. RegistryError: no
+        such parameter, ``name`` taken, other rows or device, requires_grad, expanded, freed, of inference_mode."""
         self.tensors.register(parameter, name, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
-        """`register` what has a tensor for each parameter of the model: an average (EMA, SWA, Lookahead), a snapshot,
-        masks; what belongs to others is passed over. Call it before experts have moved. ``tensors``: a module with the
-        model's names, a dict by them, or a list in the order of ``model.parameters()``; written in place from now on.
-        ``moves=False``: it does not go by row with these experts, whatever its shape, and ``eplb-runtime verify``
-        passes over it.
-        Raises RegistryError: it has nothing for an expert parameter, or other shapes; or as `register`."""
+        """`register` the tensor of each expert parameter in an average (EMA, SWA, Lookahead), a snapshot or masks of
+        the whole model; tensors of other parameters are passed over. Call it before experts have moved. ``tensors``: a
+        module with the model's names, a mapping by these names, or a list in the order of ``model.parameters()``.
+        Migrations write its tensors, and a saved state dict's marks of the placement, in place. ``moves=False``:
+        register none. In any case ``eplb-runtime verify`` passes over all tensors in ``tensors``.
+        Raises RegistryError: an expert parameter has no tensor, or one of another shape; or as `register`."""
         self.tensors.register_all(name, tensors, moves)
 
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
-        """Take over an element-wise optimizer of the attached model's parameters, as ``attach`` does; with
-        ``instead_of``, in the place of one that the balancer has, which may not step it any more. Collective, between
-        steps. Each steps once in a training step; what it holds outside the model is taken for a part of it that is
-        the same on every rank.
+        """Hook an element-wise optimizer of the attached model's parameters, as ``attach`` does: gradients are reduced
+        before it steps, and its state of experts moves with them. All optimizers step once in a training step.
+        Parameters that it holds outside the model are taken to be the same on every rank. ``instead_of``: an optimizer
+        to let go of, which may not step the model any more; a decision or migration in flight is dropped. Complete
+        checks by the guard begin again with the first optimizer, and with ``instead_of``. Collective, between steps.
         Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
-        RuntimeError: a rank did not come; with ``instead_of``, after ``close`` or between a backward pass and a step.
-        """
+        RuntimeError: a rank did not come; with ``instead_of``, closed, or between a backward pass and a step."""
         began = self.loop.has_optimizer
         if instead_of is not None:
             self.loop.require("adopt()")
@@ -195,8 +194,8 @@ class Balancer:
             self.guard.begin()
 
     def logical_expert_ids(self, layer: int) -> list[int]:
-        """The current logical expert of each row of this rank's expert parameters, for settings of single experts (a
-        learning rate, a freeze). Experts move, so ask again after each step. Not collective."""
+        """Return the current logical expert of each row of this rank's expert parameters in a layer, for settings of
+        single experts (a learning rate, a freeze). Experts move, so ask again after each step. Waits as `placement`."""
         rows_RH = self.placement.homes_over(len(self.runtime.job.row_ranks))[layer]
         return [int(expert) for expert in rows_RH[self.runtime.job.row_rank]]
 
@@ -204,10 +203,10 @@ class Balancer:
 
     def declare(self, load: ArrayLike | Tensor) -> None:
         """Declare the coming load in tokens of all L MoE layers and E experts: ``[L, E]``, ``[T, L, E]`` of T
-        micro-batches, or whole numbers ``[N, L, K]``, K < E, the experts of N tokens (-1: padding); or a list of
-        these, one or more micro-batches each. The next decision plans for it instead of a forecast, and only that one.
-        Ranks' declarations are added up, and only proportions matter. Not collective: all that counts is declared
-        before the same step. Another call replaces it.
+        micro-batches, or whole numbers ``[N, L, K]``, K < E, the experts of N tokens (-1: padding); or a list of these,
+        one or more micro-batches each. The next decision plans for it instead of a forecast, and only that decision.
+        Ranks' declarations are added up, and only proportions matter. Not collective, but ranks that declare do so
+        before the same step. Another call replaces what this rank has declared.
         Raises DeclaredLoadError (another shape, or no load), RuntimeError (static, closed, or after `plan_ahead`)."""
         if self.closed or self.config.policy == "static":
             why = "the balancer is closed" if self.closed else "policy='static' never moves experts"
@@ -218,11 +217,10 @@ class Balancer:
         self.rebalancer.declared = checked_declaration(load, *sizes)
 
     def plan_ahead(self) -> None:
-        """Begin the decision that the next `rebalance()` acts on, on a thread, and return at once. It takes what was
-        declared and counted so far. Collective, between steps, with ``interval=None``; also while suspended, when
-        nothing moves.
-        Raises RuntimeError: decisions are periodic or static, one was begun already, a rank did not come; or as
-        `rebalance`."""
+        """Begin the decision that the next `rebalance()` acts on, on a thread, and do not wait for it. It takes the
+        load that was declared and counted so far; counting starts again from zero. An open stream of weights is ended.
+        Collective, between steps, with ``interval=None``; also while suspended, when nothing moves.
+        Raises RuntimeError as `rebalance`; also if decisions are periodic or static, or one was begun already."""
         self._enter("plan_ahead()")
         if self.config.interval is not None or self.config.policy == "static":
             raise RuntimeError("plan_ahead() is for interval=None and a policy that moves experts")
@@ -234,11 +232,11 @@ class Balancer:
         self.rebalancer.plan_ahead()
 
     def rebalance(self) -> bool:
-        """Decide now, on the load since the last decision, and migrate if it pays; periodic decisions go on.
-        Collective, between steps; it waits for the plan, or the rest of it after `plan_ahead`. Returns whether experts
-        moved.
-        Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while the ranks connect again.
-        """
+        """Decide now, on the load since the last decision, and migrate if it pays; a decision that was begun earlier is
+        waited for and acted on instead. Returns whether the placement has changed. Training waits for the plan and the
+        migration. An overlapped migration in flight, and an open stream of weights, are ended first. Events are
+        emitted, and after a change replicas are refreshed. Periodic decisions go on. Collective, between steps.
+        Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while ranks connect again."""
         self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
         self.runtime.barrier("rebalance()")
@@ -248,32 +246,32 @@ class Balancer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Hold gradients of replicas back in backward passes inside; for all micro-batches but the last. They are added
-        up in float32 and travel once, with the first backward outside. Those of experts that ``fully_shard`` slices
-        wait for `reduce_gradients`, inside or outside."""
+        """Keep gradients of replicas back in backward passes inside, for all micro-batches but the last; without
+        replica slots nothing changes. These gradients are summed in float32 and sent home by the first backward pass
+        outside. Where ``fully_shard`` slices experts, `reduce_gradients` sends them home, inside or outside."""
         replicas = self.runtime.maps.replicas
         with nullcontext() if replicas is None else replicas.defer():
             yield
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks as the config says; hooked to run before the optimizer's step. Those of
-        replicas have reached their homes by then, summed in float32 in the order of slots; what ``no_sync`` held back
-        follows here. Call it to use gradients earlier (clipping by hand; for a GradScaler, see
-        `eplb_runtime.GradScaler`): each contribution is reduced once, however often, and backward passes may go on.
-        Experts' need no average inside the EP group: all ranks' tokens reached them, divided by the number of ranks
-        already."""
+        """Average gradients in place: those of experts over the ranks that hold the same experts, unless the framework
+        does it; with ``dense_gradients="allreduce"`` the others, too. Hooked to run before the optimizer's step.
+        Gradients of replicas are added to their homes' first, in float32 in the order of slots, with what ``no_sync``
+        held back. Parameters that ``add_param_group`` has added are taken in. Collective. Call it to use gradients
+        earlier (clipping by hand; for a GradScaler, see `eplb_runtime.GradScaler`): each contribution is reduced once,
+        however often, and backward passes may go on. Inside the EP group layers divide gradients already."""
         self.optimizer_hooks.follow()
         self.gradients.reduce()
 
     def clip_grad_norm_(
         self, max_norm: float, parameters: Tensor | Iterable[Tensor] | None = None, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip by the norm over the whole model, each logical expert counted once, as torch's function of that name.
+        """Reduce gradients, and scale them in place so that their norm over the whole model, each logical expert
+        counted once, is at most ``max_norm``. Returns the norm before, a float64 scalar, equal on every rank.
         Collective. ``parameters``: clip these alone, by their own norm over all experts of those that have experts (a
-        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``. Returns the norm before, a
-        scalar, equal on every rank.
-        Raises ValueError: one of them is no parameter of the model, or they are some of a layer's experts alone;
-        RuntimeError: the framework's own optimizer clips."""
+        layer, say); the same on every rank. ``norm_type``: above 0, or ``math.inf``.
+        Raises ValueError: another ``norm_type``, a tensor that is no parameter of the model, or some of a layer's
+        experts alone; RuntimeError: the framework's own optimizer clips."""
         if self.tensors.host_steps:
             raise RuntimeError(
                 "clip_grad_norm_: the framework's own optimizer clips the gradients of this model: set its clip option "
@@ -284,22 +282,20 @@ class Balancer:
             return self.gradients.clip(max_norm, parameters, norm_type)
 
     def step(self) -> None:
-        """Close a training step: after ``optimizer.step()``, before the next forward, on every rank.
-
-        ``attach`` hooks it to the optimizer; call it yourself only without one.
-        """
+        """Close a training step, after ``optimizer.step()`` and before the next forward, on every rank: count it, let
+        the guard check, begin or carry out a decision that is due, and refresh replicas. After `close` it only counts.
+        ``attach`` hooks it to the optimizer; call it yourself only without one."""
         if not self.closed:
             return self.loop.end_step()
         self.gradients.on_step_end()
         self.runtime.counter.advance()  # tags of forwards tell steps, and other ranks may close later
 
     def at_once(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
-        """Run two functions with a batch each at once, the second on a thread: one computes while the other's tokens
-        travel. What each gives has the same bits as by itself; random numbers come from one generator, in any order.
-        Collective, as many forwards in each on every rank. In training call ``backward()`` afterwards, of one result
-        after the other.
-        Raises RuntimeError: a backward pass inside, two at once already, or a device or ``fully_shard`` that cannot
-        have two."""
+        """Run two functions with a batch each at once, the second on a thread, and return both results: one computes
+        while the other's tokens travel. Each result has the same bits as by itself; random numbers come from one
+        generator, in any order. The first call opens a second channel. Collective, as many forwards in each on every
+        rank. In training call ``backward()`` afterwards, of one result after the other.
+        Raises RuntimeError: a backward pass inside, two at once already, or a job that cannot have two."""
         self.loop.require("at_once()")
         return self.open_second_channel().both(first, second, forwards_only=True)
 
@@ -308,7 +304,8 @@ class Balancer:
     @contextmanager
     def quiesce(self) -> Iterator[None]:
         """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
-        ranks. A decision that becomes due meanwhile waits for the first step after."""
+        ranks. Layers that an overlapped migration has not committed wait until the end, as does a decision that is due.
+        RuntimeError: a call of `rebalance` inside."""
         self.rebalancer.overlapped.withdraw()
         self.rebalancer.quiesced += 1
         try:
@@ -318,28 +315,28 @@ class Balancer:
 
     def suspend(self) -> int:
         """Begin a rollout: free what the balancer keeps outside the model (staging memory, replicas), and decide and
-        move nothing until `resume`. Collective, between steps; a migration in flight ends first. Returns the bytes
-        freed on this rank. Refused meanwhile: see `loop_state.CALLS`. Parameters with replicas behind them are in
-        memory of their own until `resume`, so call this before weights are freed; without replica slots it may come
-        after.
-        Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
+        move nothing until `resume`; `loop_state.CALLS` lists what is refused till then. Returns the bytes freed here,
+        and emits `Suspended`; suspended already: ranks meet, it returns 0. A migration in flight is completed first
+        (dropped inside ``quiesce`` or while ranks connect again), an open stream of weights ended. With replica slots
+        parameters get their own memory: call it before weights are freed; else it may come after. Collective, between
+        steps. RuntimeError: a rank did not come, or lacks weights with replica slots, or `CALLS` says so."""
         self._enter("suspend()")
         return self._phases.suspend()
 
     def resume(self) -> None:
-        """End a rollout: take the memory of replicas again, after weights, gradients and optimizer state are loaded.
-        Collective. Without `suspend` it does nothing; after a `close` while weights were freed it gives layers of
-        experts their memory back. Memory to stage experts is taken when they move.
-        Raises RuntimeError, on all ranks: one did not come, or its weights or replicas have no memory; call it again
-        then."""
+        """End a rollout, after weights, gradients and optimizer state are loaded: take the memory of replicas again,
+        refresh them, and emit `SuspensionEnded`. The rollout's seconds do not count as a step's. Collective. Without
+        `suspend` it does nothing; after a `close` with freed weights it gives layers of experts their memory back.
+        Raises RuntimeError on all ranks: a rank did not come, or lacks memory for weights or replicas; call it
+        again."""
         self.loop.require("resume()")
         self._phases.resume()
 
     def weights_changed(self) -> None:
         """Refresh replicas after weights of experts were written in place between steps (clamped, swapped for an
-        evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself;
-        without replica slots it does nothing. Collective, also for a rank that wrote nothing. Raises RuntimeError: a
-        rank did not come."""
+        evaluation, loaded by torch): else the next forward is refused. `eplb_runtime.checkpoint` calls it itself. An
+        open stream of weights is ended; without replica slots, or after `close`, nothing else happens. Collective, also
+        for a rank that wrote nothing. Raises RuntimeError: a rank did not come."""
         self._stream.end("weights_changed()")
         if self.runtime.maps.replicas is None or self.closed:
             return
@@ -350,10 +347,10 @@ class Balancer:
 
     @torch.no_grad()
     def gather_experts(self, layer: int, rows: Tensor, *, device: torch.device | str | None = None) -> Tensor:
-        """Gather all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
-        of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state,
-        whole or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or
-        three and the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
+        """Return all experts of a layer in logical order, ``[E, ...]``, equal on every rank, on ``device`` (None: that
+        of ``rows``), from every rank's home rows ``[E/R, ...]`` of a registered parameter or its optimizer state, whole
+        or sliced. Collective over all EP groups. Experts come one after another: it takes the memory of two or three
+        and the result. Raises RuntimeError: inside a schedule of stages, or rows without memory."""
         self.loop.require("gather_experts()")
         if not has_memory(rows):
             raise RuntimeError("gather_experts(): the experts' memory is freed; load the weights first")
@@ -368,11 +365,12 @@ class Balancer:
         rank: int | None = None,
         timeout_seconds: float | None = None,
     ) -> TensorStream:
-        """Stream the model's weights in logical order, in buckets of ``bucket_bytes``: an iterator over ``(name,
-        tensor)``, whole copies under the framework's names; its ``experts`` maps these to (MoE layer, expert or None).
-        Collective, between steps: every rank runs through it; one that stops, or moves or steps experts, ends it.
-        ``dtype``: of floating point. ``rank``: it alone receives. ``timeout_seconds``: ranks wait for each other so
-        long (None: 120 or the config's, the longer). A rank holds a bucket or two.
+        """Return a stream of the model's weights in logical order: an iterator over ``(name, tensor)``, whole copies
+        under the framework's names; its ``experts`` maps names to (MoE layer, expert or None). Tensors travel in
+        buckets of ``bucket_bytes``, of which a rank holds one or two. Collective, between steps: every rank runs
+        through the stream; a rank that stops, or moves or steps experts, ends it. A migration in flight, and another
+        stream, are ended. ``dtype``: of floating point tensors. ``rank``: it alone receives. ``timeout_seconds``: that
+        ranks wait for each other (None: 120 or the config's, the longer).
         Raises ExportError (a rank stopped or failed, weights have no memory), RuntimeError (as `rebalance`)."""
         stream = self._export.stream(
             bucket_bytes, dtype, rank, self.begin_export("named_logical_tensors()", timeout_seconds)
@@ -387,21 +385,21 @@ class Balancer:
         dtype: torch.dtype | None = None,
         timeout_seconds: float | None = None,
     ) -> str:
-        """Compare exported weights with the model's, by a checksum for each tensor. Collective, between steps.
-        Returns a line that says how many are equal. ``tensors``: pairs (name, tensor) under the names of
-        `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together ranks give
-        every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
+        """Compare exported weights with the model's, by a checksum for each tensor. Returns a line that says how many
+        are equal. Collective, between steps; a migration in flight is ended. ``tensors``: pairs (name, tensor) under
+        the names of `named_logical_tensors`, a mapping, or a function that gives either or begins a stream; together
+        ranks give every expert. ``dtype``: of the export. ``timeout_seconds``: for the slowest rank.
         Raises ExportError, on all ranks: which differ or are missing; or another name or shape."""
         return self._export.verify(tensors, dtype, self.begin_export("verify_export()", timeout_seconds))
 
     @contextmanager
     def logical_order(self, *, timeout_seconds: float | None = None) -> Iterator[None]:
-        """Bring every expert to its initial rank and row, and back at the end, also if the body raises: inside, a walk
-        over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Collective, in and out,
-        between steps; two migrations. Replica slots are empty inside. ``timeout_seconds``: that ranks wait for each
-        other, in and out (None: as for `named_logical_tensors`, which moves nothing and costs less).
-        Raises RuntimeError: a rank did not come, the migration was dropped, or as `rebalance`; logged where the body
-        raised."""
+        """Move every expert to its initial rank and row, and back at the end, also if the body raises: inside, a walk
+        over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Replica slots are empty
+        inside, and nothing else migrates. Collective, in and out, between steps; two migrations. ``timeout_seconds``:
+        that ranks wait for each other, in and out (None: as for `named_logical_tensors`, which moves nothing).
+        Raises RuntimeError: a rank did not come, a migration was dropped, or as `rebalance`; after an error in the body
+        the way back only logs these."""
         seconds = self.begin_export("logical_order()", timeout_seconds)
         before = self.placement
         sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
@@ -422,7 +420,8 @@ class Balancer:
                     logger.error("%s; experts are in placement epoch %d", error, self.placement.epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, placement and measured load, for a later run. Collective; JSON-able, equal on all ranks."""
+        """Return step, placement and measured load, JSON-able and equal on all ranks, for `load_state_dict` in a later
+        run. Waits for a decision in flight. Collective; after `close` it is not, and the load is left out."""
         state = {"step": self.rebalancer.step, "placement": self.placement.to_json()}
         if self.closed:
             return state
@@ -437,17 +436,20 @@ class Balancer:
         return {**state, "load": saved_load(self.rebalancer.decisions.history, self.runtime.counter, summed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved placement and on from its load, moving experts as needed. Collective, between steps. For
-        another EP size or other replica slots experts stay where they are until the next decision.
+        """Migrate to the placement of a `state_dict`, and go on from its step and load. A decision or migration in
+        flight is dropped. A state of another EP size or other replica slots moves no experts until the next decision.
+        Load that does not fit is left out, with a log line. Collective, between steps.
         Raises PlacementError: it is for another model; RuntimeError: ranks have different states, the migration was
         dropped (the placement stays); or as `rebalance`."""
         self._enter("load_state_dict()")
         restore(state, self.runtime, self.rebalancer)
 
     def close(self) -> None:
-        """Stop balancing; collective. The model keeps its current homes, spread over ranks. Replicas are not used any
-        more. In a process that was forked from a rank it does nothing.
-        Raises RuntimeError, with replicas: a rank did not come. It stays open then, as the others are."""
+        """Stop balancing: drop what is in flight, emit `BalancingEnded`, end threads and listeners, and give back the
+        groups that only balancing needs. Collective. The model keeps its current homes, spread over ranks, and
+        gradients are still reduced; replicas are not used any more. It does nothing if it was called before, or in a
+        process that was forked from a rank.
+        Raises RuntimeError, with replicas: a rank did not come. The balancer stays open then, as on the other ranks."""
         if self.closed or self.in_a_child:
             return
         if self.runtime.maps.replicas is not None and sys.exc_info()[0] is None:
@@ -459,7 +461,7 @@ class Balancer:
     # -- for hosts and other rooms, and what the calls above share -----------------------------------------------------
 
     def close_with(self, close: Callable[[], None]) -> None:
-        """Call a function when there are no more events."""
+        """Call a function, without arguments, once the last event was heard, at `close` or the end of the process."""
         self._listeners.append(close)
 
     def close_listeners(self) -> None:
@@ -470,18 +472,20 @@ class Balancer:
                 logger.exception("an event listener failed as it was closed; the job goes on")
 
     def show_on(self, shown: Any) -> None:
-        """Show what happens on an `observe.start.Observers`."""
+        """Keep an `observe.start.Observers` as ``shown``; give it all events from now on, and close it at the end."""
         self.shown = shown
         shown.follow(self.events)
         self.close_with(shown.close)
 
     def place(self, target: Placement) -> None:
-        """Bring experts to a placement, at the end of a step: at once, or in the next steps where migrations overlap
-        with them, unless one is in flight. Collective."""
+        """Migrate to a placement at the end of a step: at once, or in the next steps with ``overlap``. While a
+        migration is in flight none is begun. Replicas are refreshed. Collective."""
         self.rebalancer.place(target)
 
     def begin_export(self, what: str, timeout_seconds: float | None) -> float:
-        """Return the timeout, or its default. Waits that long for all ranks, and ends the migration in flight."""
+        """Wait for all ranks to come to a call, and return for how many seconds: ``timeout_seconds``, or for None 120
+        or the config's, the longer. A migration in flight, and an open stream of weights, are ended. Collective.
+        Raises RuntimeError: the call is refused in the loop's state, or a rank did not come."""
         self._enter(what)
         seconds = max(EXPORT_SECONDS, self.config.timeout_seconds) if timeout_seconds is None else timeout_seconds
         self.runtime.barrier(what, seconds)
@@ -491,11 +495,12 @@ class Balancer:
 
     @property
     def in_a_child(self) -> bool:
-        """Return whether this process was forked from the rank: it has its connections and no thread of ours."""
+        """Return whether this process was forked from the rank: it has its connections and none of its threads."""
         return os.getpid() != self._process
 
     def open_second_channel(self) -> MicroBatchChannels:
-        """Let two batches of a rank exchange tokens at once (`moe.dispatch.channels`). Collective, between steps."""
+        """Return this rank's channels, after opening a second one if there is none, so that two batches can exchange
+        tokens at once (`moe.dispatch.channels`). RuntimeError: the job cannot have two. Collective, between steps."""
         if self.runtime.host_dispatches:
             raise RuntimeError("two batches at once need eplb's dispatch, not the framework's: run one after the other")
         if self.tensors.sliced and self.runtime.maps.replicas is not None:
@@ -539,7 +544,8 @@ class GradScaler(torch.amp.GradScaler):
         self._balancer = balancer
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce gradients over ranks, divide them by the scale, and agree on whether any is infinite or NaN."""
+        """Reduce gradients over ranks, divide them by the scale in place, and set torch's flag of infinite or NaN
+        gradients on every rank if any rank has some. Collective. A scaler that is not enabled does nothing."""
         if not self._enabled:
             return
         self._balancer.reduce_gradients()
@@ -553,8 +559,9 @@ class GradScaler(torch.amp.GradScaler):
             found[key] = anywhere.to(key)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step as torch's does. Fused optimizers, which would unscale by themselves, get the result that the ranks
-        agreed on. If one of several optimizers has an overflow, the others step."""
+        """Unscale gradients if that was not done, and step the optimizer unless a rank has infinite or NaN gradients.
+        Returns what the optimizer's step returns, None if it is skipped, which the balancer notes. Fused optimizers are
+        always called: they skip by the flag that the ranks agreed on. If one of several overflows, the others step."""
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         with self._balancer.optimizer_hooks.around_step(optimizer):

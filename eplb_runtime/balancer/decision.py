@@ -1,9 +1,4 @@
-"""Makes one decision on the control channel of every rank: sum the load, plan on rank 0, broadcast the plan, agree.
-
-Rank 0 alone plans; the others take its bytes (design rule 2).
-"""
-
-from __future__ import annotations
+"""Makes one decision on the control channel of every rank: sum the load, plan on rank 0, broadcast the plan, agree."""
 
 import json
 import logging
@@ -95,18 +90,15 @@ class Measurement:
 
     @property
     def placements(self) -> tuple[tuple[int, Placement], ...]:
-        """``(end, placement)`` for all buckets."""
+        """All placements under which ``buckets`` were counted, oldest first, each with the number of the bucket before
+        which it ended. Waits until the counts are on the host."""
         return (*self.earlier, (len(self.buckets.wait()), self.placement))
 
 
 class PlanMaker:
-    """Source of decisions on one rank, and on rank 0 the planner.
-
-    Attributes:
-        history: load of all ranks in the last decisions, int64 ``[L, E]`` each, equal on every rank: any of them can
-            save it, though only the planner plans from it.
-        share: of a step in expert work, equal on every rank.
-    """
+    """Source of decisions on one rank, and on rank 0 the planner. ``history``: load of all ranks in the last decisions,
+    int64 ``[L, E]`` each, equal on every rank: any of them can save it, though only the planner plans from it.
+    ``share``: of a step in expert work, equal on every rank."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._config, self._topology, self._job = runtime.config, runtime.topology, runtime.job
@@ -124,13 +116,13 @@ class PlanMaker:
         self.planner: Callable[..., Plan] = plan if self.process is None else self.process.plan
 
     def close(self) -> None:
-        """Make no more plans, and end one that is being made."""
+        """End the planner process, and with it a plan that is being made; without a planner process do nothing."""
         if self.process is not None:
             self.process.close()
 
     def add_up(self, measurement: Measurement, group: dist.ProcessGroup) -> NDArray[np.int64]:
-        """Return the load over all ranks, int64 ``[T, L, E]``, and keep it, the share of a step in expert work, and
-        where tokens came from. Collective."""
+        """Return the load over all ranks, int64 ``[T, L, E]``. Adds it to `history`, and to what is known of where
+        tokens come from, unless it is all zero; updates `share` by the steps that were sampled. Collective."""
         self._last_gap = measurement.steps or self._last_gap
         sources = self._by_node(measurement, group)
         measurement.buckets.wait()  # whatever was enqueued before, such as the marks of sampled steps, is over then
@@ -145,8 +137,8 @@ class PlanMaker:
         return total
 
     def measured(self, total: NDArray[np.int64], measurement: Measurement) -> tuple[Measurement, LoadMeasured | None]:
-        """Return the measurement with the share of a step that expert work takes with even load, and the event of this
-        load; None: no step has ended."""
+        """Return the measurement with ``even_share`` set, and the event of the load ``total``, as step 0; None: no step
+        has ended. A share that was measured just now is noted in `share` with its imbalance."""
         rows, first, imbalance = total.astype(np.float64), 0, list[NDArray[np.float64]]()
         for end, placement in measurement.placements:  # each row under that of its time
             imbalance += [predicted_imbalance(row, placement, self._config.speed_R) for row in rows[first:end]]
@@ -171,8 +163,7 @@ class PlanMaker:
         return measurement, event
 
     def _by_node(self, measurement: Measurement, group: dist.ProcessGroup) -> NDArray[np.float64] | None:
-        """float64 ``[N, L, E]``, tokens since the last decision by source node; None: there is one node. Collective,
-        ahead of the sum over ranks, which overwrites this rank's counts."""
+        """float64 ``[N, L, E]``, tokens since the last decision by source node; None: there is one node. Collective."""
         topology = self._topology
         if topology.num_nodes == 1:
             return None
@@ -183,11 +174,13 @@ class PlanMaker:
         return counted_NLE.numpy().astype(np.float64)
 
     def steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
-        """Return the training steps that buckets ``[T, L, E]`` cover."""
+        """Return how many training steps buckets ``[T, L, E]`` cover."""
         return len(buckets) * self._steps_per_bucket if self._steps_per_bucket else measurement.steps
 
     def plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
-        """Return the plan as bytes. ``total``: int64 ``[T, L, E]``, new ones."""
+        """Make a plan for the load in `history`, or the declared load, and return it as JSON. First earlier plans are
+        judged by ``total``, int64 ``[T, L, E]``, the load since the last decision; a plan that moves experts is noted
+        to be judged later, unless load was declared. What the planner raises is raised."""
         load = np.stack(self.history) if self.history else measurement.declared
         assert load is not None
         self._track_record.observe(total.sum(axis=0, dtype=np.float64))
@@ -246,8 +239,7 @@ class PlanMaker:
         )
 
     def _crossing_seconds(self, token_bytes: int, step_seconds: float) -> float:
-        """Crossing seconds for the cost: of the layers of one stage, on average; other stages' ranks transfer theirs
-        meanwhile."""
+        """Crossing seconds for the cost: of one stage's layers, on average; other stages' are spent meanwhile."""
         if not self.history or self._topology.num_nodes == 1 or step_seconds <= 0:
             return 0.0  # before a step is timed the share of it that crossing takes is not known
         if self._steps_per_bucket:
@@ -259,7 +251,8 @@ class PlanMaker:
         return crossing_seconds(per_bucket_L / holders, token_bytes, self._topology) * own / len(per_bucket_L)
 
     def broadcast(self, make: Callable[[], bytes], group: dist.ProcessGroup) -> bytearray:
-        """Return what rank 0 makes, or why it cannot, on every rank. Collective."""
+        """Call ``make`` on rank 0, and return its bytes on every rank. If it raises, return the reason as JSON,
+        ``{"failure": reason}``; rank 0 logs errors other than `PlannerLost`. Collective."""
         buffer = bytearray(_or_failure(make) if self._job.is_planner else b"")
         dist.broadcast(size := torch.tensor([len(buffer)]), src=self._job.ranks[0], group=group)
         buffer = buffer or bytearray(int(size.item()))
@@ -276,8 +269,10 @@ def decide(
     group: dist.ProcessGroup,
     agreement: Agreement,
 ) -> Decision:
-    """Make a decision. Collective over a control group; ConnectionLost: a rank did not arrive in time. ``key`` names
-    this decision and is new for each: a rank whose wait times out records that under it."""
+    """Make a decision and return it: add up the load, compare samples of the guard, plan on rank 0, broadcast the plan
+    and agree on it. A failure that all ranks know is in ``Decision.failure``. The verdict is recorded in the store
+    under ``key``, new for each decision: a rank whose wait times out records its own verdict there. Collective over a
+    control group, on any thread. Raises ConnectionLost: a rank did not arrive in time."""
     epoch = measurement.placement.epoch
     probe(Phase.DECIDING, key)
     with phase("decision: add up load", epoch=epoch):

@@ -5,8 +5,6 @@ A rank says of itself: the optimizers list each expert once and write what they 
 the end. Later samples go along with each decision. All ranks come to the same finding before any of them raises.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -82,23 +80,19 @@ class Sample:
     numbers: HostCopy | None = None
 
     def sums(self) -> list[dict[str, int]]:
-        """Sums by name, of each fact about tensors; waits for them."""
+        """Return the sums by tensor name, for each fact about tensors; empty without ``numbers``. Waits for them."""
         numbers = iter(() if self.numbers is None else self.numbers.wait().tolist())
         return [dict(zip(names, numbers, strict=False)) for names in self.names]
 
     def encode(self) -> bytes:
-        """The problem and all facts, as other ranks receive them."""
+        """Return the problem and the hashes of all facts as JSON, for the other ranks. Waits for the device."""
         of_tensors = [] if self.numbers is None else [_hash(list(sums.values())) for sums in self.sums()]
         return json.dumps([self.problem, [*self.facts, *of_tensors]]).encode()
 
 
 class Guard(LoopHooks):
-    """The guard of one rank; ``run`` does work on the control group.
-
-    Attributes:
-        complete_steps: that are sampled completely, after `begin`.
-        said: all findings so far, in their order, each once.
-    """
+    """The guard of one rank; ``run`` does work on the control group. ``complete_steps``: how many steps are sampled
+    completely after `begin`. ``said``: all findings so far, in their order, each once."""
 
     def __init__(self, runtime: Runtime, loop: LoopState, events: EventLog, run: Callable[..., str]) -> None:
         self._runtime, self._groups, self._mode = runtime, runtime.groups, runtime.config.guard
@@ -114,29 +108,29 @@ class Guard(LoopHooks):
         self.said: list[str] = []
 
     def begin(self) -> None:
-        """Begin with a new or another optimizer."""
+        """Sample the next `complete_steps` steps completely again, since an optimizer is new or replaced."""
         self._steps = 0
 
     def end(self) -> None:
-        """Stop sampling; the thread that talks to the other ranks is gone."""
+        """Turn the guard off for good; the thread that talks to the other ranks is gone."""
         self._mode = "off"
 
     @property
     def is_new(self) -> bool:
-        """Return whether this is one of the steps that are sampled completely: the first ones."""
+        """Return whether this is one of the first steps, which are sampled completely; False with the guard off."""
         return self._mode != "off" and bool(self._tensors.optimizers) and self._steps < self.complete_steps
 
     def sample(self) -> Sample | None:
-        """Take the sample that a decision compares while training goes on; None: the guard is off."""
+        """Return a sample of weights, for the next decision to compare, with a problem that was found in steps since
+        the last one; None: the guard is off, or there is no optimizer."""
         if self._mode == "off" or not self._tensors.optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
         return self.take("weights", problem)
 
     def uncounted(self) -> str:
-        """Say why no token of a step that is over was counted; empty: some were, or none need be. A rank may have no
-        token in a step, or padding alone, and evaluate between steps; forwards for gradients in evaluation mode alone
-        are a mistake."""
+        """Return a message if MoE layers ran for gradients since the last call, and in evaluation mode alone, so that
+        no token was counted; else "", and after the first message always. A rank may have no token in a step."""
         (calls, counted), layers = self._forwards, self._runtime.layers
         self._forwards = sum(one.calls for one in layers), sum(one.calls - one.uncounted for one in layers)
         if self._forwards[0] == calls or self._forwards[1] > counted or self._is_uncounted:
@@ -148,7 +142,9 @@ class Guard(LoopHooks):
         )
 
     def take(self, what: str, problem: str = "") -> Sample:
-        """Return facts of this rank, and sums of the bits that ranks share of ``what``; nothing is waited for."""
+        """Return a sample of this rank: hashes of its settings, and sums of the bits of weights or gradients (``what``)
+        that other ranks hold, too, computed without waiting. ``problem`` goes with it, or else that optimizers do not
+        list an expert once. There are no sums of weights whose memory is freed."""
         job = self._groups.job
         trained = [parameter.requires_grad for parameter in (*self._tensors.dense.values(), *self._experts.values())]
         facts = [*map(_hash, (*options_of(self._tensors.optimizers), trained, list(self._tensors.registered)))]
@@ -177,8 +173,8 @@ class Guard(LoopHooks):
         }
 
     def compare(self, sample: Sample, group: dist.ProcessGroup) -> str:
-        """Exchange samples over a group, on any thread; returns what is wrong, or "", the same on every rank.
-        Collective."""
+        """Exchange samples over a group, on any thread. Returns a line that says the first mistake in them, the same on
+        every rank; "": there is none. Collective."""
         rows = gather_bytes(sample.encode(), group)
         said = dict(zip(dist.get_process_group_ranks(group), map(json.loads, rows), strict=True))
         finding = next((f"{problem} (rank {rank})" for rank, (problem, _) in said.items() if problem), "")
@@ -202,7 +198,8 @@ class Guard(LoopHooks):
         return ""
 
     def report(self, finding: str) -> None:
-        """Raise or warn of a finding as the mode says. Each line is said once."""
+        """Raise GuardError or log a warning, as ``guard`` of the config says, with a `GuardFinding` event and an entry
+        in `said`. An empty finding, one that was reported before, and a guard that is off do nothing."""
         if not finding or finding in self.said or self._mode == "off":
             return
         self.said.append(finding)
@@ -214,18 +211,20 @@ class Guard(LoopHooks):
     # -- in the loop: the first steps are sampled completely, with exchanges of their own ---------------------------
 
     def on_forward_begin(self, trains: bool) -> None:
-        """Check that the model is as it was attached."""
+        """Raise StructureError if the model was changed since attach, in forwards that train, or that use replicas."""
         # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
         if trains or (self._runtime.maps.replicas is not None and not self._runtime.channels.busy):
             self._tensors.check(thoroughly=trains and self.is_new)
 
     def before_reduce(self) -> None:
-        """Compare ahead of the first collective that a rank without a step would never reach."""
+        """In the first steps compare settings and weights over ranks, ahead of the first collective that a rank without
+        a step would never reach. Collective. A mistake is reported by `report`."""
         if self.is_new:
             self._compare(self.take("weights"), "optimizer.step()")
 
     def before_step(self) -> None:
-        """Compare reduced gradients over ranks."""
+        """Put FSDP2's slices back. In the first steps also compare reduced gradients over ranks, which is collective,
+        and copy some elements of each parameter, for `on_step_end` to see whether the optimizer writes it."""
         self._tensors.keep_slices()
         if self.is_new:
             self._compare(self.take("gradients"), "the end of the reduction of gradients")
@@ -234,11 +233,12 @@ class Guard(LoopHooks):
             self._snapshots = self._snapshots or snapshots(both, self._tensors.optimizers)
 
     def on_step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It will have written nothing."""
+        """Note this optimizer's parameters, which need not change in this step."""
         self._skipped.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
     def on_step_end(self) -> None:
-        """Compare weights, before the counts of the step are closed."""
+        """Count a step, after a check that its tokens were counted. In the first steps also check that optimizers have
+        written parameters, and compare weights over ranks (collective). Later a problem waits for the next `sample`."""
         with phase("guard"):
             problem = self.uncounted()
             if self.is_new:
@@ -295,7 +295,7 @@ def _hash(value: object) -> int:
 
 
 def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> str:
-    """Name a trained expert tensor that the optimizers do not list once; empty: they list each."""
+    """Return a message that names a trained expert tensor which the optimizers do not list exactly once; "": none."""
     rates = _rates(optimizers)
     for name, parameter in experts.items() if optimizers else ():
         if parameter.requires_grad and (times := len(rates.get(id(parameter), ()))) != 1:
@@ -307,7 +307,7 @@ def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> s
 
 
 def snapshots(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> list[Snapshot]:
-    """Take snapshots of parameters with gradients that an optimizer lists."""
+    """Return snapshots (some elements, versions) of parameters with gradient and learning rate, in float32 or wider."""
     rates = _rates(optimizers)
     # Writing through .data leaves no version; the values tell then, where rounding hides no update.
     wide = [(name, p) for name, p in parameters.items() if p.element_size() > 2 and any(rates.get(id(p), ()))]
@@ -315,8 +315,8 @@ def snapshots(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> li
 
 
 def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipped: Collection[int]) -> str:
-    """Name a parameter that a step has left as it was, though it has a gradient and is listed; empty: none.
-    ``skipped``: ids of parameters whose optimizer all ranks have skipped."""
+    """Return a message that names a parameter which a step has left as it was in ``before``, though its gradient is not
+    0; "": none. ``skipped``: ids of parameters that are passed over, as all ranks have skipped their optimizer."""
     for name, p, elements, versions in before:
         is_as_before = _versions(p, optimizers) == versions and torch.equal(_elements(p), elements)
         gradient = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
@@ -329,15 +329,14 @@ def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipp
 
 
 def options_of(optimizers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the learning rates and the other options of each group. Left out are numbers on a device, and optimizers
-    of a framework's own, which may have different groups on each rank."""
+    """Return the learning rate of each parameter group, and each group's other options as ``(name, value)`` pairs;
+    values that are no numbers on the host are None. Frameworks' own optimizers may differ by rank, and are left out."""
     groups = [group for one in optimizers if isinstance(one, torch.optim.Optimizer) for group in one.param_groups]
     others = [[(key, _numbers(group[key])) for key in sorted(set(group) - {"lr", "params"})] for group in groups]
     return [_numbers(group.get("lr")) for group in groups], others
 
 
 def _numbers(value: Any) -> Any:
-    """The numbers in an option."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):

@@ -1,5 +1,4 @@
-"""The loop of an attached model: what it is in the middle of, which calls are wrong there (one table), and what takes
-part in its steps."""
+"""The loop of an attached model: its state, which calls are wrong in it (one table), and the parts of its steps."""
 
 from __future__ import annotations
 
@@ -59,28 +58,28 @@ class LoopHooks:
     """Part of a loop. Each call comes on every rank at the same place; by itself it does nothing."""
 
     def refuse_if_broken(self) -> None:
-        """Raise where this rank has failed after an agreement, ahead of each call and step."""
+        """Called ahead of each call and step, to raise if this rank failed after an agreement. Does nothing here."""
 
     def on_forward_begin(self, trains: bool) -> None:
-        """A forward of the model begins; ``trains``: for gradients."""
+        """Called when a forward of the model begins; ``trains``: for gradients of an optimizer. Does nothing here."""
 
     def on_forward_end(self, layers: Collection[int]) -> None:
-        """A forward of the model with these layers has ended, or failed."""
+        """Called when a forward of the model with these layers has ended, or failed. Does nothing here."""
 
     def before_reduce(self) -> None:
-        """An optimizer is about to step, by gradients that are not reduced yet."""
+        """Called before an optimizer steps, while gradients are not reduced yet. Does nothing here."""
 
     def before_step(self) -> None:
-        """An optimizer is about to step; gradients are reduced when the first of the hooks returns."""
+        """Called before an optimizer steps, after `before_reduce`; `Gradients` reduces here. Does nothing by itself."""
 
     def on_step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank skipped this optimizer's step."""
+        """Called when every rank has skipped this optimizer's step. Does nothing here."""
 
     def on_step_end(self) -> None:
-        """All optimizers have stepped, or were skipped."""
+        """Called when all optimizers have stepped, or were skipped. Does nothing here."""
 
     def on_moved(self) -> None:
-        """Experts have moved, between steps."""
+        """Called when experts have moved, between steps. Does nothing here."""
 
 
 class TensorStream(Iterator[tuple[str, Tensor]]):
@@ -91,8 +90,8 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
     num_experts: int
 
     def close(self, reason: str = "") -> None:
-        """Stop on this rank, without waiting for the others, which learn it at their next bucket. ``reason``: for the
-        other ranks, in a line; a loop here that goes on with the stream raises it, and does not only end."""
+        """End the stream on this rank, without waiting for the other ranks, which learn it at their next bucket.
+        ``reason``: a line for them; a loop on this rank that goes on with the stream then raises it. Abstract."""
         raise NotImplementedError
 
     def __enter__(self) -> TensorStream:
@@ -126,7 +125,6 @@ class LoopState:
         closed, suspended, in_logical_order: as the balancer is.
         in_schedule: the schedule of pipeline stages that runs now; empty: none.
         step: optimizer steps since attach, or as restored.
-        tensors: of the model.
         hooks: what takes part, in this order.
     """
 
@@ -150,7 +148,7 @@ class LoopState:
         return bool(self.tensors.optimizers)
 
     def require(self, what: str) -> None:
-        """Raise RuntimeError where a call is wrong now."""
+        """Raise RuntimeError if this rank is broken, or the loop's state forbids the call ``what`` (`CALLS`)."""
         for hook in self.hooks:
             hook.refuse_if_broken()
         for wrong in CALLS.get(what, _EXPORTS):
@@ -159,7 +157,8 @@ class LoopState:
 
     @torch.compiler.disable
     def begin_forward(self, layers: frozenset[int]) -> None:
-        """Begin a forward of a model with these layers."""
+        """Begin a forward, on this thread, of a model with these layers: end an earlier one that broke off, and call
+        the hooks. A forward in training begins a step. RuntimeError: it trains, and the balancer is suspended."""
         self.end_broken_off(layers)
         self._running.add((get_ident(), layers))
         trains = torch.is_grad_enabled() and self.has_optimizer
@@ -172,15 +171,15 @@ class LoopState:
 
     @torch.compiler.disable
     def end_forward(self, layers: frozenset[int]) -> None:
-        """End a forward that has ended, or failed."""
+        """Call the hooks for a forward of these layers, on this thread, that has ended or failed."""
         self._running.discard((get_ident(), layers))
         for hook in self.hooks:
             hook.on_forward_end(layers)
 
     def end_broken_off(self, layers: frozenset[int] | None = None) -> None:
-        """End this thread's forwards, of these layers or of all: a graph of torch.compile that fails calls no hook, nor
-        does a forward that is interrupted (Ctrl-C). Ranks break off in different places, and must not differ in their
-        commits; the rest of its layers wait for the next step."""
+        """Call the hooks' ``on_forward_end`` for forwards of this thread that have not ended, of these layers or of
+        all: a graph of torch.compile that fails calls no hook, nor does a forward that is interrupted (Ctrl-C). Ranks
+        break off in different places, and must not differ in their commits."""
         for thread, of in [*self._running]:
             if thread == get_ident() and layers in (None, of):
                 for hook in self.hooks:
@@ -188,8 +187,8 @@ class LoopState:
 
     @contextmanager
     def uninterrupted(self, schedule: str) -> Iterator[None]:
-        """Enclose a schedule with micro-batches between their forward and their backward: the placement must not
-        change."""
+        """Set ``in_schedule`` to this name inside, so that calls which could move experts are refused: micro-batches
+        are between their forward and their backward."""
         self.in_schedule = schedule
         try:
             yield
@@ -197,7 +196,8 @@ class LoopState:
             self.in_schedule = ""
 
     def before_step(self) -> None:
-        """Reduce gradients for an optimizer that is about to step."""
+        """Call all hooks' ``before_reduce`` and then ``before_step``, which reduces gradients for an optimizer that is
+        about to step. RuntimeError: the balancer is suspended."""
         self.require("optimizer.step()")
         for hook in self.hooks:
             hook.before_reduce()
@@ -205,7 +205,8 @@ class LoopState:
             hook.before_step()
 
     def end_step(self) -> None:
-        """Close a training step."""
+        """Close a training step, so that none has begun: end forwards that broke off, and call the hooks, which count,
+        decide and move. RuntimeError: inside a schedule, or suspended."""
         self.require(STEP_ENDS)
         self.end_broken_off()
         self._has_begun = False
@@ -213,11 +214,11 @@ class LoopState:
             hook.on_step_end()
 
     def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that every rank skipped this optimizer's step."""
+        """Tell the hooks that every rank skipped this optimizer's step."""
         for hook in self.hooks:
             hook.on_step_skipped(optimizer)
 
     def on_moved(self) -> None:
-        """Follow a change of the placement."""
+        """Tell the hooks that experts have moved."""
         for hook in self.hooks:
             hook.on_moved()

@@ -1,11 +1,8 @@
-"""Breaks in a job: rollouts, in which the balancer is suspended and keeps no memory; and a later run that goes on with
-step, placement and measured load of this one.
+"""Breaks in a job: rollouts, in which the balancer is suspended and keeps no memory; and a later run that goes on.
 
 Loops of reinforcement learning free weights, gradients and optimizer state between training steps. What the balancer
 keeps in addition is freed here as well; replicas take theirs again, and a migration what it needs.
 """
-
-from __future__ import annotations
 
 import json
 import logging
@@ -36,7 +33,7 @@ class Phases:
         self._since = 0.0
 
     def suspend(self) -> int:
-        """`Balancer.suspend`."""
+        """Do what `Balancer.suspend` says: free memory outside the model. Returns its bytes, 0 if suspended before."""
         freed = self._memory.why_freed() if self._replicas is not None and not self._loop.suspended else ""
         self._meet("suspend()", freed and f"{freed}, and free it after suspend() alone")
         if self._loop.suspended:
@@ -55,7 +52,7 @@ class Phases:
         return nbytes
 
     def resume(self) -> None:
-        """`Balancer.resume`."""
+        """Do what `Balancer.resume` says: take the memory of replicas again, and refresh them."""
         if self._loop.closed:  # homes lie before replicas, whose memory `end` could not take
             if self._replicas is not None and self._replicas.is_freed and (problem := self._why_not_here()):
                 raise RuntimeError(f"resume(): {problem}")
@@ -70,7 +67,7 @@ class Phases:
         self._rebalancer.refresh_replicas()
 
     def end(self) -> None:
-        """Take the memory of replicas again if the balancer ends while it is suspended: homes lie before it."""
+        """End a suspension: take the memory of replicas again, as homes lie in it, too. A failure is logged."""
         if self._replicas is not None and self._replicas.is_freed and (problem := self._why_not_here()):
             logger.warning(
                 "closed while suspended, and the layers of experts have no memory to compute in: %s; load the weights "
@@ -104,7 +101,7 @@ class Phases:
 
 
 def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer) -> None:
-    """`Balancer.load_state_dict`."""
+    """Migrate to the placement of a saved state, and go on from its step and load (`Balancer.load_state_dict`)."""
     problem: PlacementError | None = None
     target, step, digest = rebalancer.placement(), 0, bytes(16)  # nothing usable was given
     try:

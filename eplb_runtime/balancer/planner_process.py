@@ -4,8 +4,6 @@ The child imports no torch. It compiles the planner, or reads compiled code from
 over a pair of sockets: a line of JSON, and arrays in NumPy's format.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -47,14 +45,8 @@ class PlannerLost(RuntimeError):
 
 
 class PlannerProcess:
-    """A child that plans. One thread asks, another may close.
-
-    Args:
-        seconds: longest time for a plan.
-
-    Attributes:
-        process: the child; None: there is none, as it could not be started.
-    """
+    """A child that plans within ``seconds``. One thread asks, another may close. ``process``: None if it cannot
+    begin."""
 
     process: subprocess.Popen[bytes] | None = None
     _connection: Connection
@@ -68,13 +60,9 @@ class PlannerProcess:
         self._begin()
 
     def plan(self, load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
-        """Plan as `planner.plan` does, in the home layout. Until the child has compiled, homes are dealt out here by
-        DeepSeek's rule, and the reason says so.
-
-        Raises:
-            PlannerLost: there is no plan.
-            RuntimeError: the planner failed; its error is named.
-        """
+        """Return what `planner.plan` gives in the child, in the home layout. Until the child has compiled, homes are
+        planned here by DeepSeek's rule; the reason and a log line say so. A child that dies or is late is replaced.
+        Raises PlannerLost: there is no plan; RuntimeError: the planner failed, and its error is named."""
         with self._asking:
             if not self.is_ready(0.0):
                 _say_once("the planner is being compiled: meanwhile DeepSeek's algorithm plans (no replicas)")
@@ -93,7 +81,8 @@ class PlannerProcess:
         return Plan(**answer)
 
     def is_ready(self, seconds: float) -> bool:
-        """Return whether the child plans, at the latest after so many seconds."""
+        """Return whether the child has compiled and can plan, after waiting for so many seconds at most. A child that
+        has died is replaced by another, with a warning; PlannerLost: this is closed."""
         with self._asking:
             try:
                 if not self._is_ready and self._connection.poll(seconds):
@@ -105,7 +94,7 @@ class PlannerProcess:
             return self._is_ready
 
     def close(self) -> None:
-        """End the child, and with it a plan that is asked for."""
+        """Kill the child, and with it a plan that is asked for. In a process forked from the owner it does nothing."""
         if self._owner != os.getpid():
             return  # a process that was forked has a copy of this object
         self._closed = True
@@ -161,7 +150,7 @@ def _homes_alone(load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
-    """Return named values as a message."""
+    """Return named values as bytes: JSON, in which placement, topology and costs are their fields, and NumPy arrays."""
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     plain = {name: _plain(value) for name, value in values.items() if name not in arrays}
     buffer = io.BytesIO()
@@ -172,7 +161,7 @@ def encode(values: Mapping[str, Any]) -> bytes:
 
 
 def decode(message: bytes) -> dict[str, Any]:
-    """Return the values that `encode` was given."""
+    """Return the named values that `encode` was given."""
     buffer = io.BytesIO(message)
     plain, names = json.loads(buffer.readline())
     for name, value in plain.items():
@@ -190,21 +179,22 @@ def _plain(value: Any) -> Any:
 
 
 def compile_planner() -> None:
-    """Plan and split toy problems, which compiles all that planning and batches with replicas run."""
+    """Compile all that planning and batches with replicas run, by planning and splitting toy problems."""
     load = np.arange(1.0, 17.0).reshape(2, 8)
     plan(load, Topology(4, 2), slots_per_rank=3, current=Placement.initial(2, 8, 4, 1))
     compile_split()
 
 
 def compile_split() -> None:
-    """Split a toy batch, which compiles what batches with replicas run: five seconds of a core, once on a machine."""
+    """Compile what batches with replicas run, by splitting a toy batch: five seconds of a core, once on a machine."""
     tables = SplitTables.of(Placement(np.array([[0, 1, 1, 0]]), 2, 2, np.array([[0, 2]])))
     tables.sum_by_rank(split_totals(np.ones((1, 2), dtype=np.int64), tables))
     split_for_rank(np.ones((2, 2), dtype=np.int64), tables, 0, 1)
 
 
 def main() -> None:
-    """Run in the child, until the other end of its standard input is closed or its parent is dead."""
+    """Compile the planner, say ``b"ready"``, and answer questions with plans. Runs in the child, on the socket that is
+    its standard input, until its parent is dead; OSError or EOFError: the other end was closed."""
     parent, connection = os.getppid(), Connection(os.dup(0))
     compile_planner()
     note_compiled()

@@ -6,8 +6,6 @@ decision that `Rebalancer.plan_ahead` may have begun. A failure drops the rebala
 training goes on with the old placement.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
@@ -65,8 +63,7 @@ AHEAD = sys.maxsize
 
 @dataclass(frozen=True)
 class _Pending:
-    """A decision in flight, and the step at whose end every rank acts on it; ``key`` names its record, ``declared`` is
-    the load that this rank declared for it."""
+    """A decision in flight: the step at whose end ranks act on it, its record's key, what this rank declared for it."""
 
     due_step: int
     key: str
@@ -75,10 +72,7 @@ class _Pending:
 
 
 class Rebalancer(LoopHooks):
-    """The placement of one job, on one rank, and its changes.
-
-    Args:
-        transport: moves experts; warmed up.
+    """The placement of one job, on one rank, and its changes; ``transport``, which is warmed up, moves experts.
 
     Attributes:
         guard: checks the runtime's assumptions, also with each decision.
@@ -132,11 +126,12 @@ class Rebalancer(LoopHooks):
 
     @property
     def epoch_on_this_rank(self) -> int:
-        """Epoch of the placement, without asking other ranks; -1: it may change at any time."""
+        """Epoch of the placement, without asking other ranks; -1: a migration is in flight, which may change it."""
         return -1 if self.overlapped.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
-        """Return whether homes of a layer have moved since attach, even if they are back."""
+        """Return whether homes of a layer have changed slots since attach, even if they are back. Waits for other ranks
+        as `placement` does."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
@@ -146,7 +141,8 @@ class Rebalancer(LoopHooks):
         return self._loop.step
 
     def on_forward_begin(self, trains: bool) -> None:
-        """Begin a step's clock with its first forward in training where rollouts lie between steps."""
+        """Raise if this rank is broken, and let ranks vote on experts in flight. With ``interval=None`` the first
+        forward in training also begins the step's clock, so that rollouts between steps are no part of it."""
         self.refuse_if_broken()
         self.overlapped.forward_begins()
         if trains and self._config.interval is None and self.clock.begin() and self._expert_clock.on:
@@ -156,11 +152,11 @@ class Rebalancer(LoopHooks):
         self.overlapped.forward_ends(layers)
 
     def before_reduce(self) -> None:
-        """Write nothing more in this step: an optimizer does."""
+        """Commit nothing more of an overlapped migration in this step: the optimizer is about to write experts."""
         self.overlapped.withdraw()
 
     def on_step_end(self) -> None:
-        """Decide or migrate if it is time, and bring replicas what was stepped or moved."""
+        """Count a step, begin or carry out a decision or migration that is due, and refresh replicas. Collective."""
         with phase("step boundary", epoch=self._placement.epoch):
             moved = self._at_boundary()
         if moved:
@@ -176,7 +172,7 @@ class Rebalancer(LoopHooks):
         self.refresh_replicas()
 
     def refresh_replicas(self) -> None:
-        """Bring replicas the weights of their homes. Collective."""
+        """Begin to copy the weights of homes to their replicas; without replica slots nothing happens. Collective."""
         if self._maps.replicas is not None:
             self._maps.replicas.refresh()
 
@@ -221,12 +217,12 @@ class Rebalancer(LoopHooks):
         return is_near and step + to_decision >= self._next_sampled
 
     def refuse_if_broken(self) -> None:
-        """Raise `MigrationBroken` once this rank has failed after an agreement: the place of its experts is unknown."""
         self._engine.refuse_if_broken()
 
     def rebalance_now(self) -> bool:
-        """Decide on the load measured so far and act on it at once, or carry out a decision in flight. Returns whether
-        experts moved; RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
+        """Decide on the load measured so far, or take a decision in flight, and act on it at once. Returns whether the
+        placement has changed. An overlapped migration in flight is ended first, and replicas are refreshed after a
+        change. RuntimeError: ``quiesce`` holds migrations back, or the ranks have lost each other."""
         if self.quiesced:
             raise RuntimeError("rebalance() cannot work inside quiesce()")
         self.control.require("rebalance()")
@@ -240,7 +236,7 @@ class Rebalancer(LoopHooks):
         return moved
 
     def plan_ahead(self) -> None:
-        """Begin the decision that `rebalance_now` acts on, and do not wait for it. On every rank, between steps."""
+        """Begin the decision that `rebalance_now` acts on, and do not wait for it. Collective, between steps."""
         self.control.require("plan_ahead()")
         self._pending = replace(self._decide(0), due_step=AHEAD)
 
@@ -251,24 +247,25 @@ class Rebalancer(LoopHooks):
 
     @property
     def staging(self) -> list[Tensor]:
-        """Memory of experts in flight."""
+        """Memory in which received experts are staged."""
         return self._engine.executor.memory
 
     def free_memory(self) -> int:
-        """Free memory for experts in flight, which the next migration takes again; none are. A decision in flight is
-        made first. Returns the bytes."""
+        """Free the memory in which received experts are staged, and return its bytes; the next migration takes it
+        again. None may be in flight. Waits for a decision in flight."""
         self.wait_for_decision()
         self._known_home_bytes = max(self._known_home_bytes, self._home_bytes())
         return self._engine.executor.free_memory()
 
     def wait_for_decision(self) -> None:
-        """Wait until the decision in flight is made, or never will be."""
+        """Wait until the decision in flight is made, for little more than the timeout at most. It is not acted on."""
         if self._pending is not None:
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
-        """Return whether all ranks were given the same 16 bytes (zeros: none); ends what is in flight. Collective,
-        between steps."""
+        """Return the verdict on whether all ranks were given the same 16 bytes (zeros: none), of the call ``what``.
+        Drops the decision and the migration in flight first. If a rank is lost, which the verdict says, deciding stops
+        until ranks connect again. Collective, between steps. ConnectionLost: they are connecting again."""
         self.control.require(what)
         self.cancel_pending()
         try:
@@ -280,7 +277,9 @@ class Rebalancer(LoopHooks):
         return agreed
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
-        """`ControlChannel.run`, ahead of which a migration during training gives way."""
+        """Run work on the thread of the control channel, and return its result. An overlapped migration commits nothing
+        more in this step. ConnectionLost: the work failed, or took longer than ``seconds`` (None: the config's
+        timeout); deciding stops until the ranks connect again."""
         self.overlapped.withdraw()  # the thread may wait for training, and training is here
         try:
             return self.control.run(work, seconds)
@@ -289,8 +288,9 @@ class Rebalancer(LoopHooks):
             raise
 
     def migrate_to(self, target: Placement, step: int | None = None) -> MigrationProgress:
-        """Migrate to a placement, while training waits; a decision in flight stays for later. ``step``: go on at that
-        of a saved state. Collective, between steps."""
+        """Migrate to a placement while training waits; return how far it came, with a failure in ``failed_phase``.
+        Drops a migration in flight; a decision in flight stays for later. ``step``: go on from this number of steps.
+        Events are emitted, replicas refreshed. Collective, between steps. ConnectionLost: the ranks connect again."""
         self.control.require("a migration")
         self.drain()
         if step is not None:
@@ -302,16 +302,16 @@ class Rebalancer(LoopHooks):
         return progress
 
     def place(self, target: Placement) -> None:
-        """Migrate to a placement as after a decision: during the next steps where migrations overlap with them, unless
-        one is in flight. Collective, between steps."""
+        """Migrate to a placement as after a decision: at once, or with ``overlap`` during the next steps. While a
+        migration is in flight none is begun. Replicas are refreshed. Collective, between steps."""
         if not self.overlapped.in_flight:
             self.control.require("a migration")
             self._migrate(target, self._overlaps)
         self._after_move()
 
     def cancel_pending(self) -> None:
-        """Drop the decision and the migration in flight. The worker has left the control group when this returns, or
-        never will. What was declared for a decision that was begun ahead is for the next one."""
+        """Drop the decision and the migration in flight; committed layers stay so. The worker has left the control
+        group when this returns, or never will. What was declared for a decision begun ahead is for the next one."""
         self.drain()
         self.wait_for_decision()
         if self._pending is not None and self.has_planned_ahead:
@@ -319,7 +319,8 @@ class Rebalancer(LoopHooks):
         self._pending = None
 
     def close(self) -> None:
-        """Stop balancing. Replicas are not used any more, since they are not refreshed."""
+        """Stop balancing: drop what is in flight, end the worker and the planner, and free staging memory. Replicas are
+        not used any more, since they are not refreshed. The last event is `BalancingEnded`."""
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
@@ -335,14 +336,13 @@ class Rebalancer(LoopHooks):
             self._get_ready(self.placement().without_replicas(), range(self.placement().num_layers))()
 
     def abandon(self) -> None:
-        """End the threads without telling the other ranks: this process ends."""
+        """Close connections, and end threads and planner without telling the other ranks: the process ends."""
         self.overlapped.abandon()
         self._groups.close_connections()  # ends waits in collectives
         self.control.worker.close(A_LITTLE_SECONDS)
         self.decisions.close()
 
     def _at_point(self, phase: Phase, subject: Any) -> None:
-        """Call the engine's probe, at points outside the engine too."""
         self._engine.probe(phase, subject)
 
     # -- deciding --------------------------------------------------------------------------------------------------
@@ -420,8 +420,8 @@ class Rebalancer(LoopHooks):
         return progress
 
     def _advance(self) -> None:
-        """Advance the migration in flight. If it cannot overlap with steps, training waits for the rest of it, which
-        is dropped where nothing may move."""
+        """Advance the migration in flight. If it cannot overlap with steps, its rest is migrated while training waits,
+        or dropped where nothing may move."""
         hold_back = bool(self.quiesced) or self.control.reconnecting
         progress = self.overlapped.advance(hold_back=hold_back)
         progress = replace(progress, only_between_steps=progress.only_between_steps and not hold_back)
@@ -458,8 +458,7 @@ class Rebalancer(LoopHooks):
         return f"{what}/{self._boundaries}/{self._attempts}"
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Prepare everything that follows a placement, before a vote. The returned function takes the placement over,
-        before any token is routed."""
+        """Prepare what follows a placement, before a vote; return what takes it over, before tokens are routed."""
         follow = self._maps.prepare(placement, layers)
 
         def take_over() -> None:
@@ -469,7 +468,6 @@ class Rebalancer(LoopHooks):
         return take_over
 
     def _follow(self, placement: Placement) -> None:
-        """Make this the current placement."""
         if placement is self._placement:
             return
         self._earlier.append((self._counter.buckets, self._placement))
@@ -477,16 +475,16 @@ class Rebalancer(LoopHooks):
         self._moved_L |= (placement.homes_LRH != self._initial.homes_LRH).any(axis=(1, 2))
 
     def drain(self) -> bool:
-        """End the migration in flight: layers without a commit stay where they are. On every rank. Returns whether the
-        placement has changed since the last boundary."""
+        """Drop the rest of a migration in flight: layers without a commit stay where they are. On every rank. Returns
+        whether the placement has changed since the last boundary."""
         before = self._placement
         if self.overlapped.in_flight:
             self._take_over(self.overlapped.drain())
         return self._placement is not before
 
     def commit_in_flight(self) -> bool:
-        """Return whether the placement has changed since the last boundary. Ends the migration in flight and commits
-        its rest at once; the rest is dropped while nothing may move (`quiesced`, reconnecting). On every rank."""
+        """Complete the migration in flight while training waits; the rest is dropped while nothing may move
+        (`quiesced`, reconnecting). On every rank. Returns whether the placement has changed since the last boundary."""
         before, goes_on = self._placement, self.overlapped.in_flight and not self.quiesced
         self.drain()
         goes_on = goes_on and not self.control.reconnecting
@@ -551,7 +549,7 @@ class Rebalancer(LoopHooks):
 
 
 def use_device(device: torch.device) -> None:
-    """Select the device on a thread of ours: a new thread would use GPU 0."""
+    """Make a GPU the current device of this thread, as a new thread would use GPU 0; on a CPU nothing happens."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

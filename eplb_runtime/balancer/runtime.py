@@ -1,11 +1,8 @@
-"""Parts of a running balancer, in one frozen object; and the tensors of one rank's model, and whether it is as it was
-attached.
+"""Parts of a running balancer, in one frozen object; the tensors of a rank's model, and whether they are as attached.
 
 Frameworks replace parameters (sharding), put modules around others (adapters) and add trained parameters. All of this
 is right before attach. After it, experts would be computed, averaged or moved without it.
 """
-
-from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,10 +33,10 @@ class StructureError(RuntimeError):
 
 
 def divisors_of(job: Job, *, by_host: bool, host_sums: bool, dense_is_sharded: bool) -> tuple[float, float]:
-    """Return what gradients of whole experts are divided by: inside each layer, and when they reach a parameter. Their
+    """Return two divisors of gradients of whole experts: inside each layer, and when they reach a parameter. Their
     product, times the ranks over which means are taken, is `distributed.ranks.Job.gradient_divisor`. ``by_host``: the
-    host dispatches, so layers divide by 1. ``host_sums``: it sums over ranks too, so both are 1; read with ``by_host``
-    alone. ``dense_is_sharded``: other parameters are DTensors, so layers divide by the whole product."""
+    host dispatches, so layers divide by 1. ``host_sums``: the host sums over ranks too, so both are 1; read with
+    ``by_host`` alone. ``dense_is_sharded``: other parameters are DTensors, so layers divide by the whole product."""
     divisor, owners = job.gradient_divisor, len(job.edp_ranks)
     if by_host:
         return 1, 1 if host_sums else divisor / owners
@@ -54,12 +51,8 @@ class Runtime:
     Args:
         topology: of one EP group, with measured bandwidths.
         placement: of the experts at attach.
-        registry: the live expert tensors.
-        counter: counts tokens while the model runs.
-        expert_clock: measures expert work in some steps.
         maps: everything that follows the placement.
         dense_parameters: all parameters outside the experts, by name.
-        device: of the experts.
         layer_of_parameter: MoE layer index of each expert parameter, by its name in the model.
         parameters: the expert parameters by these names.
         layers: the MoE layers of this rank.
@@ -99,7 +92,7 @@ class Runtime:
 
     @property
     def job(self) -> Job:
-        """The ranks of the job and what they share."""
+        """The ranks of the job, and which of them share experts, stages and data."""
         return self.groups.job
 
 
@@ -141,18 +134,19 @@ class ModelTensors:
 
     @property
     def host_steps(self) -> bool:
-        """Return whether only the framework's own optimizer knows where gradients are."""
+        """Return whether an optimizer is the framework's own: it alone knows where gradients are."""
         return any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
 
     def have_gradients(self) -> bool:
-        """Return whether experts may have gradients that no optimizer has used."""
+        """Return whether experts may have gradients that no optimizer has used; with `host_steps` always True."""
         registry, replicas = self._runtime.registry, self._runtime.maps.replicas
         found = self.host_steps or any(parameter.grad is not None for parameter in registry.parameters())
         # FSDP may keep the homes' where no hook sees them.
         return found or (self.sliced and replicas is not None and replicas.holds_gradients())
 
     def train(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Take in an optimizer: its state of experts moves along. ``outside``: its parameters that no model has."""
+        """Add an optimizer, whose state of experts moves along from now on. ``outside``: its parameters that no model
+        has, as for `train_outside`. Layers count no tokens in evaluation mode any more."""
         self.optimizers.append(optimizer)
         self._runtime.registry.stepped_by(optimizer)
         self.train_outside(outside)
@@ -160,7 +154,7 @@ class ModelTensors:
             layer.counts_in_evaluation = False
 
     def forget(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
-        """Forget an optimizer that was let go; ``outside``: as for `train`."""
+        """Remove an optimizer that was let go, and its parameters outside the model, given as for `train`."""
         self.optimizers[:] = [other for other in self.optimizers if other is not optimizer]
         self._runtime.registry.no_longer_stepped_by(optimizer)
         for name in outside:
@@ -168,17 +162,17 @@ class ModelTensors:
             self.memory.add(name)  # of no tensor: none is missed
 
     def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take these parameters as a part of the model that is the same on every rank; by a name for messages."""
+        """Add parameters, the same on every rank, by names for messages to `dense` and `memory`; `check` knows them."""
         self.dense.update(parameters)
         for name, parameter in parameters.items():
             self.memory.add(name, parameter)
         self._known.update(map(id, parameters.values()))
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
-        """`Balancer.register`."""
+        """Check a tensor, and register it to move with the experts of a parameter, as `Balancer.register` says."""
         layers, device = self._runtime.layer_of_parameter, self._runtime.device
         if parameter not in layers:
-            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+            raise RegistryError(f"{str(parameter)[:80]!r} is no key of balancer.layer_of_parameter")
         if tensor.device != device or tensor.requires_grad:
             raise RegistryError(
                 f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
@@ -193,7 +187,7 @@ class ModelTensors:
         self.registered[f"{parameter}/{name}"] = (layers[parameter], tensor)
 
     def register_all(self, name: str, tensors: Any, moves: bool) -> None:
-        """`Balancer.register_all`."""
+        """Do what `Balancer.register_all` says. ``moves`` False: register none; `known` yields ``tensors`` anyway."""
         of_parameter = self._runtime.layer_of_parameter
         if moves:
             parameters = {
@@ -211,13 +205,12 @@ class ModelTensors:
             self._marks += [(layer, mark) for layer, mark in marks if layer is not None]
 
     def mark(self, placement: Callable[[], Placement]) -> None:
-        """Follow a change of the placement in what marks it."""
+        """Write the ids of this rank's home experts into the placement marks that `register_all` was given."""
         for layer, mark in self._marks:
             mark.copy_(torch.from_numpy(placement().homes_LRH[layer][self._runtime.job.ep_rank]))
 
     def known(self) -> Iterator[Tensor]:
-        """Return tensors that move with experts other than parameters and gradients, the optimizers' tensors, and those
-        that do not go by row (`register_all`)."""
+        """Yield the tensors that `register` and `register_all` were given, and the optimizers' parameters and state."""
         yield from (tensor for _, tensor in self.registered.values())
         yield from (torch.as_tensor(one) for ref in self._not_by_row if (one := ref()) is not None)
         for optimizer in self.optimizers:
@@ -227,8 +220,8 @@ class ModelTensors:
     # -- whether the model is as it was attached -----------------------------------------------------------------------
 
     def keep_from_ddp(self, tensors: Iterable[Tensor]) -> None:
-        """Let DistributedDataParallel, put around a model later, leave these of its parameters and buffers alone: each
-        rank's are of its own experts, and it sets buffers to rank 0's in every forward."""
+        """Mark these tensors on each model as parameters and buffers that DistributedDataParallel, put around it later,
+        leaves alone: each rank's are of its own experts, and DDP would set buffers to rank 0's."""
         ours = set(map(id, tensors))
         self._of_this_rank |= ours
         for model in self._runtime.models.values():
@@ -237,17 +230,18 @@ class ModelTensors:
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
 
     def replaced(self) -> dict[str, Tensor]:
-        """Parameters that attach has replaced and that somebody still references, by name."""
+        """Return the parameters that attach has replaced and that somebody still references, by name."""
         return {name: tensor for name, ref in self._runtime.replaced.items() if (tensor := ref()) is not None}
 
     def keep_slices(self) -> None:
-        """Put FSDP2's slices back where an evaluation has left whole tensors: no step or move writes these."""
+        """Put FSDP2's slices back where an evaluation has left whole tensors, which no step or move writes."""
         for module in self._fsdp:
             module.reshard()
 
     def check(self, *, thoroughly: bool) -> None:
-        """Check that nothing has changed; cheap enough for each forward. ``thoroughly``: walk through the whole model.
-        Raises StructureError: something has."""
+        """Raise StructureError if a parameter of experts was replaced since attach; cheap enough for each forward.
+        ``thoroughly``: also if DistributedDataParallel averages experts, or a trained parameter was added that no
+        optimizer is known to hold; notes in `seen_in_ddp` that the model runs in it."""
         for name, module, own, parameter in self._held:
             if module._parameters.get(own) is not parameter:
                 raise StructureError(

@@ -6,8 +6,6 @@ whole tensors ``[E, ...]``, in the layout that ``get_state_dict`` of DCP gives: 
 and what plain DCP saved is read here. The entry ``eplb_runtime`` beside them holds the placement, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,7 +34,7 @@ _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups."
 
 
 def save(folder: str | Path, view: LogicalView) -> None:
-    """`disk.save` by DCP. It writes over what it finds, so a folder that has a checkpoint is refused."""
+    """Write a DCP checkpoint of the view. Collective. CheckpointError: the folder has one already, or a rank failed."""
     if JointAccess.of(view).folder_has(Path(folder) / ".metadata"):
         raise CheckpointError(
             f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
@@ -90,7 +88,7 @@ class FolderOfDCP(Saved):
         self.balancer = json.loads(small.get("eplb_runtime") or "{}").get("balancer")
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
-        """`Saved.fill`, all at once. Collective."""
+        """Read the saved values of all ``entries`` into their live tensors, in one ``dcp.load``. Collective."""
         self._read({self._fqns[one.key]: _as_saved(view, one) for one in entries}, alone=not dist.is_initialized())
 
     def _read(self, entries: dict[str, Any], alone: bool) -> None:

@@ -5,8 +5,6 @@ A folder has tensor files of each rank for three parts (model, optimizer, extra 
 names are new in each save, so a save that ends early leaves the old checkpoint whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -59,12 +57,12 @@ Sealed = tuple[int, str, Sequence[str]]
 
 def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, format: Format = "safetensors") -> None:
     """Write a checkpoint in logical order, each rank its own experts, into a folder that all ranks see. Collective,
-    between steps. On top of its state a rank needs the memory of one expert's tensor. A checkpoint that is in the
-    folder already is replaced in one step when the new one is whole. ``format``: ``"safetensors"``: one tensor per
-    expert, Hugging Face's index, and ``checkpoint.json`` with checksums of all bytes, which is written last;
-    ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without checksums, with a pickle as metadata. Raises
-    CheckpointError: something cannot be kept in this format, or another rank failed; OSError: this rank could not
-    write. The folder is as it was then."""
+    between steps. Waits for an `async_save` of this model first. On top of its state a rank needs the memory of one
+    expert's tensor. A checkpoint that is in the folder already is replaced in one step when the new one is whole.
+    ``format``: ``"safetensors"``: one tensor per expert, Hugging Face's index, and ``checkpoint.json`` with checksums
+    of all bytes, which is written last; ``"dcp"``: torch.distributed.checkpoint's, into a new folder, without
+    checksums, with a pickle as metadata. Rank 0 logs a line. Raises CheckpointError: something cannot be kept in this
+    format, or another rank failed; OSError: this rank could not write. The folder is as it was then."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("save")
     if format == "dcp":
@@ -78,9 +76,10 @@ def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, forma
 
 
 def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) -> Future[None]:
-    """Copy what this rank writes (see ``save``) to the CPU, and write it in the background while training goes on. The
-    thread talks over a group of the balancer's own, so that it cannot meet training's collectives. Whatever saves or
-    loads this model next waits for it. Returns a future, done when all is on disk; its ``result()`` raises errors."""
+    """Copy what this rank writes (see `save`) to the CPU, and write it on a thread while training goes on. Collective,
+    between steps. The thread talks over a group of the balancer's own, so that it cannot meet training's collectives.
+    The model keeps the future that is returned: the next save or load of the model waits for it. The future is done
+    when all is on disk; its ``result()`` raises errors."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("async_save")
     before = last_save(view)
@@ -103,13 +102,13 @@ def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) ->
 
 
 def last_save(view: LogicalView) -> list[Future[None]]:
-    """The last `async_save` of this model, to wait for: a folder has one writer and no reader meanwhile."""
+    """Return the future of this model's last `async_save` in a list, to wait for; an empty list: there was none."""
     saving: list[Future[None]] = view.model.__dict__.get("_eplb_runtime_saving", [])
     return saving
 
 
 def log(what: str, folder: str | Path, view: LogicalView) -> None:
-    """Write a line on the first rank."""
+    """Log a line on rank 0: what was done, the folder, and the step of the balancer."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         step = "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
         logger.info("checkpoint %s %s%s", what, folder, step)
@@ -137,11 +136,9 @@ def _content(folder: str | Path, view: LogicalView) -> tuple[JointAccess, Iterab
 
 
 def _layout_of(view: LogicalView) -> tuple[dict[str, Any], list[tuple[Entry, Stored]]]:
-    """Return how tensors are stored, by key; and those that are stored, tied ones once.
-
-    Weights have the names of the framework's own checkpoints where the host knows them, else the model's own, with the
-    number of the expert before the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own.
-    """
+    """Return how tensors are stored, by key; and those that are stored, tied ones once. Weights have the names of the
+    framework's own checkpoints where the host knows them, else the model's own, with the number of the expert before
+    the parameter's: ``experts.17.down_proj``. Optimizer state has the model's own."""
     by_host = view.folders.names(view) if view.folders is not None else {}
     found: dict[tuple[str, int], tuple[Entry, Stored]] = {}
     layout: dict[str, Any] = {}
@@ -223,7 +220,9 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
 def write_tensors(
     folder: Path, number: int, token: str, tensors: Iterable[Named], most_bytes: int = FILE_BYTES
 ) -> dict[str, list[str]]:
-    """Write tensors into files of this rank; returns the names in each. Where that fails, remove ``*-{token}.*``."""
+    """Write tensors into safetensors files of this rank (``number``), each with tensors of one part and up to
+    ``most_bytes``; return the tensors' names in each file. Makes the folder. If that fails, the rest of ``tensors`` is
+    run through (other ranks gather with this one), and files ``*-{token}.*`` are left for the caller to remove."""
     written: dict[str, list[str]] = {}
     batch: dict[str, Tensor] = {}
     of, nbytes = "", 0
@@ -321,7 +320,7 @@ def _checksum(path: Path) -> str:
 
 
 def remove(folder: Path, pattern: str, retained: Collection[str] = ()) -> None:
-    """Remove files of saves; those that cannot be removed do no harm."""
+    """Remove the files of a folder that match a pattern, but those named in ``retained``. Errors are ignored."""
     for file in list(folder.glob(pattern)):
         with suppress(OSError):
             if file.name not in retained:
@@ -332,7 +331,7 @@ def remove(folder: Path, pattern: str, retained: Collection[str] = ()) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read `checkpoint.json`, and compare its own checksum."""
+    """Return what `checkpoint.json` says. CheckpointError: unreadable, another version, or its checksum is wrong."""
     path = folder / MARKER
     try:
         marker: dict[str, Any] = json.loads(path.read_text())
@@ -400,13 +399,13 @@ class TensorFiles(Saved):
 
 
 def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple[str, str], Any]:
-    """Open safetensors files; returns that of each tensor, by part (empty: as our files' names say) and name."""
+    """Open safetensors files; return each tensor's open file by (part, name). ``part``: empty: as file names begin."""
     opened = {file: _opened(folder / file) for file in files}
     return {(part or file.partition("-")[0], name): of for file, of in opened.items() for name in of.keys()}  # noqa: SIM118
 
 
 def opened(folder: Path, access: JointAccess) -> Saved:
-    """Open a folder for reading, of which this rank has compared its share of all checksums."""
+    """Open a folder of our format, after comparing this rank's share of the checksums. CheckpointError: damaged."""
     marker = read_marker(folder)
     _verify(folder, marker, access)
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))

@@ -1,8 +1,6 @@
 """Put a checkpoint into a model: the same checks and the same order for files of ours, of DCP, of a framework, and for
 state in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -20,12 +18,13 @@ from .state import CheckpointError, Given, JointAccess, LogicalView, Saved, Tens
 
 @torch.no_grad()
 def load(folder: str | Path, model: nn.Module, optimizer: Given = None, *, warm_start: bool = True) -> None:
-    """Read what ``save``, ``async_save`` or plain DCP wrote, whatever placement, EP size or balancer it was saved with.
-    Collective, between steps. Each rank reads its own experts, straight into the live tensors. Optimizer state is made
-    where there is none yet, with the saved dtype; with ``optimizer=None`` it is not read. Names, shapes and options are
-    checked before anything is written, and in our own format every byte. With DCP's a damaged file can leave a mixture,
-    and a folder from someone else can run their code. ``warm_start``: migrate to the saved placement where EP size and
-    slots are the same, and go on from the load that was saved with it.
+    """Read what `save`, `async_save` or plain DCP wrote, whatever placement, EP size or balancer it was saved with.
+    Collective, between steps. Waits for an `async_save` of this model first. Each rank reads its own experts, straight
+    into the live tensors; then replicas are refreshed. Optimizer state is made where there is none yet, with the saved
+    dtype; with ``optimizer=None`` it is not read. Names, shapes and options are checked before anything is written, and
+    in our own format every byte. With DCP's a damaged file can leave a mixture, and a folder from someone else can run
+    their code. ``warm_start``: migrate to the saved placement where EP size and slots are the same, and go on from the
+    load that was saved with it. Rank 0 logs a line.
     Raises CheckpointError: it is damaged, entries are missing, have no place in the model, or have other shapes;
     nothing is changed then."""
     view = LogicalView(model, optimizer)
@@ -53,12 +52,11 @@ def load(folder: str | Path, model: nn.Module, optimizer: Given = None, *, warm_
 
 @torch.no_grad()
 def load_logical_state_dict(model: nn.Module, optimizer: Given, state: Mapping[str, Tensor]) -> None:
-    """Take what ``logical_state_dict`` gave, the same on every rank: each takes its own experts' rows. Between steps;
-    collective when attached. Optimizer state that does not exist yet is made, with the saved dtype; what exists for a
-    parameter without an entry goes. Options of param groups are not in ``state`` and stay; with ``optimizer=None``
-    all of its state does.
-    Raises CheckpointError: an entry is missing, has no place in the model, or another shape; nothing is changed
-    then."""
+    """Copy what `logical_state_dict` gave, the same on every rank, into the model and optimizer: each rank copies its
+    own experts' rows; then replicas are refreshed. Between steps; collective when attached. Optimizer state that does
+    not exist yet is made, with the saved dtype; state of a parameter without an entry is removed. Options of param
+    groups are not in ``state`` and stay; with ``optimizer=None`` all optimizer state stays.
+    Raises CheckpointError, with nothing changed: an entry is missing, has no place in the model, or another shape."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("load_logical_state_dict", patient=True)
     fitted(view, _InMemory(state))()
@@ -84,11 +82,11 @@ class _InMemory(Saved):
 def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write what ``save_pretrained`` of the whole model would, a piece at a time, from the first rank. Collective,
     between steps. On top of its model a rank needs the memory of a bucket (64 MiB) or one tensor, and the first one on
-    the host that of a shard. Files get their names when all are whole, the index last. ``options``: of the
-    library's ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``save_original_format``; not what
-    uploads, renames or writes something else.
+    the host that of a shard. Files get their names when all are whole, the index last. ``options``: of the library's
+    ``save_pretrained``: ``max_shard_size`` (here ``"5GB"`` unless given), ``save_original_format``; not what uploads,
+    renames or writes something else.
     Raises CheckpointError: there are no such folders for this model, or another rank failed; OSError: this rank could
-    not write. What was in the folder stays then, or does not load."""
+    not write. The folder is as it was then, or can no longer be loaded."""
     view = LogicalView(model)
     view.refuse_freed("export_pretrained")
     _folders(view, "save_pretrained").write(view, Path(folder), **options)
@@ -96,8 +94,8 @@ def export_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> N
 
 @torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Read a folder that ``from_pretrained`` reads (``model.safetensors``, or an index); each rank its own experts.
-    Collective, between steps. Weights are cast to the model's dtype; optimizer state stays.
+    """Read a ``from_pretrained`` folder (``model.safetensors``, or an index) into the model, each rank its experts, and
+    refresh replicas. Collective, between steps. Weights are cast to the model's dtype; optimizer state stays.
     Raises CheckpointError: there is no such folder for this model, weights are missing or have another shape, or the
     library does more to them than rename and cut; nothing is changed then."""
     view = LogicalView(model)
@@ -119,9 +117,10 @@ def _folders(view: LogicalView, by_library: str) -> ModuleType:
 
 
 def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
-    """Return what writes a checkpoint into a model: weights, optimizer state and options. Collective where reading is.
-    An entry that is missing, has no place in the model or another shape, or options that do not fit, are refused here.
-    ``parts``: of what is no optimizer state; none given: all."""
+    """Check that a checkpoint fits; return a function that writes its ``parts`` (``"model"``, ``"extra"``; none: both)
+    and, if the view has optimizers, their options and state (none saved: removed), but refreshes no replicas. That is
+    collective where reading is. CheckpointError: an entry is missing, has no place or another shape, or options do not
+    fit. Left out: other stages' entries and, with a warning, extras not registered and state no optimizer here has."""
     parts = parts or ("model", "extra")
     known = {entry.key: entry for entry in view.entries(*parts)}
     if missing := next((key for key in known if key not in saved.tensors), ""):

@@ -69,19 +69,17 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Its name in `logical_state_dict`."""
+        """Return the key in `logical_state_dict`: part and name, and, of optimizer state, the optimizer's own key."""
         return f"{self.part}.{self.name}.{self.state}" if self.part == "optimizer" else f"{self.part}.{self.name}"
 
 
 class LogicalView:
-    """Names of everything in a model and its optimizer, and where the experts are; it owns nothing.
+    """Names of everything in a model and its optimizer, and where the experts are; it owns nothing. CheckpointError:
+    the optimizer holds a tensor that is no parameter of the model.
 
     Args:
         model: attached or not; DistributedDataParallel and torch.compile around it are looked through.
         optimizer: one, or all of them; None: without optimizer state.
-
-    Raises:
-        CheckpointError: the optimizer holds a tensor that is no parameter of the model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Given = None) -> None:
@@ -107,8 +105,8 @@ class LogicalView:
         }
 
     def entries(self, *parts: str) -> Iterator[Entry]:
-        """Everything that is saved, loaded and compared, in an order that is equal on every rank; ``parts``: only
-        these of ``"model"``, ``"optimizer"``, ``"extra"``."""
+        """Yield an `Entry` for each tensor that is saved, loaded and compared, in an order that is equal on every rank.
+        ``parts``: some of ``"model"``, ``"optimizer"``, ``"extra"``; none: all."""
         if not parts or "model" in parts:  # by the names of state_dict(): tied tensors under each of their names
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 if isinstance(tensor, Tensor) and name.rpartition(".")[2] != MARK:
@@ -122,7 +120,7 @@ class LogicalView:
                     yield Entry("extra", name.removeprefix(self._prefix), "", tensor, layer)
 
     def state_entries(self, name: str, state: Mapping[Any, Any]) -> Iterator[Entry]:
-        """The tensors of a parameter's optimizer state, which may be one that the optimizer has not got yet."""
+        """Yield an `Entry` for each tensor in a parameter's optimizer state, as it is or is to be, sorted by key."""
         for key, value in sorted(state.items(), key=lambda item: str(item[0])):
             if isinstance(value, Tensor):
                 layer = self.layer_of(name)
@@ -131,11 +129,11 @@ class LogicalView:
                 yield Entry("optimizer", name, str(key), value, layer)
 
     def layer_of(self, parameter: str) -> int | None:
-        """MoE layer index of a spread expert parameter, else None."""
+        """Return the MoE layer of a parameter whose rows are experts spread over ranks; None: any other parameter."""
         return self.balancer.layer_of_parameter.get(self._prefix + parameter) if self.balancer is not None else None
 
     def experts_here(self, layer: int) -> list[int]:
-        """The logical expert of each of this rank's rows."""
+        """Return the logical expert of each of this rank's home rows in a layer."""
         assert self.balancer is not None
         return list(map(int, self.balancer.placement.homes_LRH[layer, self.balancer.runtime.job.ep_rank]))
 
@@ -149,12 +147,13 @@ class LogicalView:
         return self.balancer is not None and len(self.balancer.runtime.job.layers_of_stage) > 1
 
     def spec_of(self, entry: Entry) -> TensorSpec:
-        """An entry as the whole model has it: ``[E, ...]`` where this rank has some experts' rows or slices."""
+        """Return shape and dtype of an entry's whole tensor: ``[E, ...]`` where this rank has experts' rows."""
         shape = tuple(entry.tensor.shape)
         return TensorSpec(shape if entry.layer is None else (self.num_experts, *shape[1:]), entry.tensor.dtype)
 
     def blocks_of(self, entry: Entry) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield each block of a tensor that this rank holds, live, and where it begins in the whole tensor."""
+        """Yield (offsets in the whole tensor, live memory) of each block of an entry that this rank holds: each of its
+        experts, a whole tensor, or its chunk of a DTensor."""
         here = local(entry.tensor).detach()
         zeros = (0,) * here.ndim
         if entry.layer is not None:
@@ -172,11 +171,11 @@ class LogicalView:
 
     @property
     def named_groups(self) -> list[dict[str, Any]]:
-        """Param groups with names of their parameters."""
+        """Return a copy of each param group, in which ``"params"`` are the names of its parameters."""
         return [{**group, "params": self.names_of(group)} for group in self.param_groups]
 
     def names_of(self, group: Mapping[str, Any]) -> list[str]:
-        """Names of the parameters in a param group."""
+        """Return the names of a param group's parameters. CheckpointError: one of them is no parameter of the model."""
         try:
             return [self._name_of[id(parameter)] for parameter in group["params"]]
         except KeyError:
@@ -185,26 +184,26 @@ class LogicalView:
             ) from None
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter; empty before its first step."""
+        """Return a copy of the optimizer's dict for a parameter; empty before its first step, or without one."""
         one = self._optimizer_of.get(name)
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Replace what the optimizer keeps for a parameter."""
+        """Replace the optimizer's state of a parameter; nothing without an optimizer for it, or if both are empty."""
         one = self._optimizer_of.get(name)
         if one is not None and (state or self.optimizer_state(name)):
             one.state[self.parameters[name]] = dict(state)
 
     def numbers(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield optimizer state that is no tensor: its parameter, its key, and it."""
+        """Yield (parameter's name, key, value) of the optimizer state that is no tensor."""
         for name in self.parameters:
             for key, value in self.optimizer_state(name).items():
                 if not isinstance(value, Tensor):
                     yield name, str(key), value
 
     def options_of(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Learning rates and the like for each live param group, by parameter name: groups may be cut otherwise than
-        when they were saved, so long as a group has one set of options."""
+        """Return the saved options (learning rate, ...) for each live param group, found by its parameters' names; {}:
+        none are saved. Nothing is set. CheckpointError: parameters of a group had different options when saved."""
         group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
         found: list[dict[str, Any]] = []
         for live in self.named_groups:
@@ -225,7 +224,7 @@ class LogicalView:
         return found
 
     def set_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Write what `options_of` gave."""
+        """Set the options of each live param group, as `options_of` returns them; tensors are written in place."""
         for live, new in zip(self.param_groups, options, strict=True):
             for option, value in new.items():
                 if isinstance(live.get(option), Tensor) and isinstance(value, Tensor):
@@ -234,10 +233,10 @@ class LogicalView:
                     live[option] = value
 
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
-        """Refuse state whose memory is freed, as jobs do between phases, or of a base with adapters merged into it, on
-        all ranks before any of them waits for another. Collective when attached. ``patient``: wait as long as the
-        host's process groups do: before a load ranks may come at very different times. ``merged_too``: False: of
-        adapters alone, which do not change while they are merged."""
+        """Raise CheckpointError, when attached on all ranks, if memory of the state is freed on one, as jobs do between
+        phases, or adapters are merged into a base. Collective when attached (a barrier; RuntimeError: a rank did not
+        come). ``what``: the call, by name. ``patient``: wait as long as the host's process groups do, as before a load.
+        ``merged_too``: False: merged adapters are allowed, as for state of adapters alone, which does not change."""
         of_experts = self.balancer.tensors.memory.why_freed() if self.balancer is not None else ""
         freed = (one.key for one in self.entries() if not has_memory(one.tensor))
         problem = of_experts or next((f"{key}: its memory is freed: load it first" for key in freed), "")
@@ -251,12 +250,13 @@ class LogicalView:
             raise error
 
     def weights_changed(self) -> None:
-        """Tell the balancer that weights were written: replica slots must follow. Collective when attached."""
+        """Let the balancer refresh replicas after weights were written. Collective when attached."""
         if self.balancer is not None:
             self.balancer.weights_changed()
 
     def restore_placement(self, saved: Mapping[str, Any] | None) -> None:
-        """Migrate to a saved placement if it fits. Collective."""
+        """Load a saved `Balancer.state_dict`, which migrates to its placement; None: do nothing. Collective. If it does
+        not fit or the migration is dropped, that is logged, and the current placement stays."""
         if self.balancer is None or saved is None:
             return
         try:
@@ -268,15 +268,14 @@ class LogicalView:
 
 
 def warn_of_left_out(line: str, left: Iterable[str]) -> None:
-    """Say on the first rank what of a checkpoint is not read."""
+    """Log a warning on rank 0: ``line`` with the first of the names ``left`` and how many more. No names: nothing."""
     names = sorted(left)
     if names and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(line, f"{names[0]} and {len(names) - 1} more" if names[1:] else names[0])
 
 
 def why_merged(model: nn.Module) -> str:
-    """Say that adapters are merged into a module's weights (PEFT's ``merged_adapters``), and what to do; empty: into
-    none."""
+    """Return which module has adapters (PEFT's ``merged_adapters``) merged into its weights and the mend; "": none."""
     for name, module in model.named_modules():
         if getattr(module, "merged_adapters", None):
             return f"adapters are merged into {name}, and are kept, too: unmerge_adapter() first"
@@ -307,14 +306,14 @@ def logical_state_dict(model: nn.Module, optimizer: Given = None) -> dict[str, T
 
 
 def whole_on_cpu(view: LogicalView, entry: Entry) -> Tensor:
-    """A copy of the whole tensor, experts in logical order; they come one at a time. Collective when attached."""
+    """Return a CPU copy of an entry's whole tensor, experts in logical order. Collective when attached."""
     if entry.layer is not None and view.balancer is not None:
         return view.balancer.gather_experts(entry.layer, entry.tensor, device="cpu")
     return value_of(entry.tensor).to("cpu", copy=True)  # a DTensor in one piece is live memory, too
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """A tensor that is no expert's, whole. Collective over the ranks that have parts of it."""
+    """Return a tensor detached: a DTensor whole, which is collective over its mesh; any other as it is, live."""
     with torch.no_grad():
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -333,7 +332,7 @@ class JointAccess:
 
     @classmethod
     def of(cls, view: LogicalView) -> JointAccess:
-        """All ranks of the model's job; of one that is not attached, the world."""
+        """Return the access of all ranks of the model's job; not attached: of the world, or of this process alone."""
         if view.balancer is not None:
             return cls(view.balancer.runtime.groups.everyone, view.balancer.runtime.device)
         if not dist.is_initialized():
@@ -341,8 +340,8 @@ class JointAccess:
         return cls(dist.group.WORLD, torch.device(dist.distributed_c10d._get_object_coll_device()))
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
-        """Return the result of an action, which has succeeded on all ranks. Raises what failed on this rank, or
-        CheckpointError, which names another rank that failed."""
+        """Run an action on each rank, and return this rank's result when all have succeeded. Collective. Raises what
+        failed on this rank, or CheckpointError, which names another rank that failed."""
         try:
             result = action()
         except Exception:
@@ -354,19 +353,19 @@ class JointAccess:
         return result
 
     def on_first(self, what: str, action: Callable[[], object]) -> None:
-        """Do it on the first rank alone, and wait for it. Raises as `together`."""
+        """Run an action on the first rank alone; the others wait for it. Collective; raises as `together`."""
         self.together(what, action if self.number == 0 else lambda: None)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's, which JSON can say."""
+        """Return a list of every rank's ``mine``, a value that JSON can say. Collective."""
         return [mine] if self._group is None else gather_json(mine, self._group, self._device)
 
     def new_token(self) -> str:
-        """Return a name that no other save has, the same on all ranks."""
+        """Return 16 random hexadecimal digits, for the names of a save's files, equal on all ranks. Collective."""
         return str(self.gather(secrets.token_hex(8))[0])
 
     def folder_has(self, path: Path) -> bool:
-        """Return whether a file is there, for all ranks alike; refused where only some see it."""
+        """Return whether a file is there, equal on all ranks. Collective. CheckpointError: only some ranks see it."""
         seen = self.gather(path.is_file() or None)
         if any(seen) and not all(seen):
             rank = self.ranks[seen.index(None)]
@@ -391,12 +390,12 @@ class Stored:
     dim: int = 0
 
     def names_of(self, *experts: int) -> tuple[str, ...]:
-        """Names of the parts of these experts, without any of all, or of the tensor."""
+        """Return the names of the stored parts of these experts; none given: of all experts, or of the whole tensor."""
         numbers = experts or range(self.experts or 1)
         return tuple(name.replace("*", str(n), 1) if self.experts else name for n in numbers for name in self.names)
 
     def cut(self, value: Tensor, expert: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of each part."""
+        """Return an iterator over (name, view) of the stored parts of ``value``: a whole tensor, or one expert's."""
         parts = value.split(list(self.sizes), self.dim) if self.sizes else (value,)
         return zip(self.names_of(expert), parts, strict=True)
 
@@ -419,16 +418,16 @@ class Saved:
     balancer: Mapping[str, Any] | None = None
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
-        """Write the saved values into live tensors, an expert at a time."""
+        """Read the saved values of ``entries`` into their live tensors on this rank, an expert at a time."""
         for entry in entries:
             for offsets, block in view.blocks_of(entry):
                 self.read_block(entry.key, offsets, block)
 
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """Fill a block of a tensor, which begins at ``offsets``; values are cast to its dtype."""
+        """In subclasses: fill ``block`` with saved values of tensor ``key`` from ``offsets`` on, cast to its dtype."""
         raise NotImplementedError
 
 
 def stretch(offsets: Sequence[int], block: Tensor) -> tuple[slice, ...]:
-    """Where a block is in the whole tensor."""
+    """Return the slices of the whole tensor, one per dimension, where a block at ``offsets`` lies."""
     return tuple(slice(at, at + length) for at, length in zip(offsets, block.shape, strict=True))

@@ -65,14 +65,14 @@ class Weight:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The live tensors one by one."""
+        """Return the live tensors of all sources in a list."""
         every = self.sources.values()
         return [part for source in every for part in (source if isinstance(source, tuple) else (source,))]
 
 
 def weights_of(model: nn.Module, first_layer: int) -> list[Weight]:
-    """Tensors of a model under its own names, experts stacked ``[E, ...]``, as `logical_state_dict` has them;
-    ``first_layer``: number of its first MoE layer over the whole model, which its balancer knows as well."""
+    """Return a `Weight` for each parameter and persistent buffer of a model, under its own name, experts stacked
+    ``[E, ...]``. ``first_layer`` is not used: hosts have functions of their own in place of this one, which need it."""
     view, found = LogicalView(model), []
     for entry in view.entries("model"):
         stored = Stored((entry.name,), 0 if entry.layer is None else view.num_experts)
@@ -160,7 +160,7 @@ class TensorList:
                 yield Piece(of_expert, stage, number, weight.layer, expert, False, False)
 
     def buckets(self, most_bytes: int) -> list[list[Row]]:
-        """Return the rows of neighbours that fit into a bucket together."""
+        """Return all rows, in order, in buckets of up to ``most_bytes``; a larger piece is a bucket by itself."""
         buckets, total = list[list[Row]](), 0
         for number, piece in enumerate(self.pieces):
             nbytes = sum(spec.nbytes for spec in piece.made.values())
@@ -173,7 +173,7 @@ class TensorList:
         return buckets
 
     def problem(self) -> str:
-        """Return why tensors of this rank cannot be read now; empty: they can."""
+        """Return why this rank cannot read its tensors now (experts have moved, memory is freed); empty: it can."""
         if self.balancer.rebalancer.epoch_on_this_rank != self._placement.epoch:
             return "experts have moved since the export began: begin it again"
         every = (one for weights in self._weights.values() for one in weights)
@@ -182,8 +182,9 @@ class TensorList:
         return self.balancer.tensors.memory.why_freed() or freed
 
     def agree(self, options: str, problem: str, control: dist.ProcessGroup) -> str:
-        """Learn the pieces of all stages. Collective on the control group. Returns, on all ranks, the first problem of
-        a rank, that options differ, or that ranks of a stage have other tensors; empty: there is nothing of that."""
+        """Exchange the lists of pieces of all stages, and set ``pieces`` to all of them, shared ones once. Collective
+        on ``control``. Returns, on all ranks, the first problem of a rank, or which ranks or stages have other options,
+        or tensors that conflict; empty: there is none."""
         sets = self._job.dp_groups
         text = json.dumps([asdict(piece) for piece in self.pieces], default=str).encode()
         if found := first_problem(problem or self.problem(), control):
@@ -207,7 +208,7 @@ class TensorList:
         return ""
 
     def owner_of(self, row: Row) -> int | None:
-        """Return the rank that gives a row, if need be to the others; None: all have it and take it."""
+        """Return the rank that sends a row to those that are given it; None: all ranks have and are given it."""
         (number, expert), layer = row, self.pieces[row[0]].layer
         sets = self._row_sets[self.pieces[number].stage]
         if layer is not None and expert is not None:
@@ -219,9 +220,9 @@ class TensorList:
         return holders[number % len(holders)]
 
     def value(self, row: Row, joint: bool) -> Mapping[str, Tensor] | None:
-        """Return what is made of a row on its owner, in live memory where that is whole; else None. ``joint``: only
-        what several ranks make together, those that hold the expert or all of the stage, which is collective over them;
-        or only the rest."""
+        """Return the tensors of a row, by name, on its owner, in live memory where that is whole; None on other ranks.
+        ``joint``: True: rows that several ranks make together, collective over these (they hold the expert or all of
+        the stage); False: all other rows. Rows of the other kind give None."""
         piece, expert, owner = self.pieces[row[0]], row[1], self.owner_of(row)
         if piece.stage not in self._weights:
             return None
@@ -253,7 +254,8 @@ class TensorList:
 
     @torch.no_grad()
     def begin(self, bucket: Sequence[Row]) -> Tensors:
-        """Take the memory of what this rank is given, and read what it makes alone."""
+        """Allocate the tensors of a bucket that this rank is given, and fill in the rows that it makes alone. Return
+        these tensors by name, and the tensors of each row that this rank is given or has made. Not collective."""
         given, rows = dict[str, Tensor](), dict[Row, dict[str, Tensor]]()
         for row in bucket if self._rank in (None, self._job.rank) else ():
             piece, device = self.pieces[row[0]], self.balancer.runtime.device
@@ -266,8 +268,8 @@ class TensorList:
 
     @torch.no_grad()
     def end(self, bucket: Sequence[Row], tensors: Tensors) -> list[NamedTensor]:
-        """Make what ranks make together, and send each row to the ranks that are given it. Collective. Returns what
-        this rank is given."""
+        """Return the tensors of a bucket that this rank is given, now filled in; empty: it is given none. Collective:
+        makes the rows that ranks make together, and sends each row from its owner to the ranks that are given it."""
         given, rows = tensors
         self._read(bucket, rows, joint=True)
         group, here, to = self.balancer.runtime.groups.everyone, self._job.rank, self._rank
@@ -303,8 +305,8 @@ def _spec(fields: dict[str, Any]) -> Any:
 
 
 def brought(balancer: Balancer, weights: Sequence[Weight], joint: JointAccess, what: str) -> Iterator[NamedTensor]:
-    """Yield all tensors on the first rank, and none elsewhere. Collective; all ranks go through to the end, or raise
-    with the one that fails, as `JointAccess.together` does."""
+    """Yield (name, tensor) of all tensors on the first rank; other ranks run through it, too, and get none. Collective.
+    If one rank fails all raise, as in `JointAccess.together`."""
     tensors = TensorList(balancer, {balancer.runtime.job.stages[0]: weights}, joint.ranks[0])
     for bucket in tensors.buckets(BUCKET_BYTES):
         arrived = tensors.end(bucket, joint.together(what, partial(tensors.begin, bucket)))
@@ -316,12 +318,8 @@ def brought(balancer: Balancer, weights: Sequence[Weight], joint: JointAccess, w
 
 
 class LogicalTensors(TensorStream):
-    """The stream of `Balancer.named_logical_tensors`.
-
-    Args:
-        bucket_bytes: of tensors that travel together; a larger tensor is a bucket of its own.
-        seconds: that ranks wait for each other between buckets.
-    """
+    """The stream of `Balancer.named_logical_tensors`. ``bucket_bytes``: of tensors that travel together; a larger
+    tensor is a bucket of its own. ``seconds``: that ranks wait for each other between buckets."""
 
     def __init__(self, tensors: TensorList, bucket_bytes: int, seconds: float) -> None:
         self._tensors, self._seconds, self._refusal = tensors, seconds, ""
@@ -341,7 +339,8 @@ class LogicalTensors(TensorStream):
             self.close()
 
     def close(self, reason: str = "") -> None:
-        """`TensorStream.close`."""
+        """Stop here and drop tensors that are not taken yet. If buckets are left, other ranks are told, without waiting
+        for them, and raise ExportError at the next one. With a ``reason`` a later ``next`` here raises it, too."""
         tells = bool(self._left)
         if reason and (tells or self._arrived):
             self._refusal = (
@@ -384,22 +383,22 @@ class LogicalTensors(TensorStream):
 
 @dataclass(frozen=True)
 class Exporter:
-    """The exports of one balancer. Both methods are collective, between steps.
-
-    Args:
-        weights_of_stages: lists the tensors of each pipeline stage of this rank, as they are now.
-    """
+    """The exports of one balancer. Both methods are collective, between steps. ``weights_of_stages``: lists the tensors
+    of each pipeline stage of this rank, as they are now."""
 
     balancer: Balancer
     weights_of_stages: Mapping[int, Callable[[], Sequence[Weight]]]
 
     def stream(self, bucket_bytes: int, dtype: torch.dtype | None, rank: int | None, seconds: float) -> LogicalTensors:
-        """`Balancer.named_logical_tensors`."""
+        """Return `Balancer.named_logical_tensors`, after ranks agree on these arguments and their tensors. ``seconds``:
+        that ranks wait for each other between buckets. ExportError: they do not agree, or weights have no memory."""
         return LogicalTensors(self._listed(dtype, rank, bucket_bytes, seconds), bucket_bytes, seconds)
 
     @torch.no_grad()
     def verify(self, given: object, dtype: torch.dtype | None, seconds: float) -> str:
-        """`Balancer.verify_export`: what is given is compared with a stream, by a checksum for each tensor."""
+        """Compare ``given`` (pairs (name, tensor), a mapping, or a function that gives them) with the model's tensors,
+        by checksums; return a line that says how many are equal. ``seconds``: for the slowest rank. ExportError, on all
+        ranks: a tensor differs, has another name, shape or dtype, or no rank has given an expert."""
         tensors = self._listed(dtype, None)
         specs = {name: spec for piece in tensors.pieces for name, spec in piece.made.items()}
         theirs, problem = _given(specs, given, self.balancer.runtime.device)

@@ -18,7 +18,8 @@ COMMANDS = (assess, plan, simulate, convert, verify, report, bench, bubbles, tra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status; ``arguments`` None: those of the process. Bad input gives one line on
+    stderr and status 2. Unknown options and ``--help`` raise SystemExit. ``-v`` sets up logging to stderr."""
     given = sys.argv[1:] if arguments is None else arguments
     parsed = _parser().parse_args(given, argparse.Namespace(given=given))
     if parsed.verbose:  # warnings are always shown

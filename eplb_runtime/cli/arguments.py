@@ -1,5 +1,4 @@
-"""Arguments that commands share: the parser, a table of options for each command, kinds of values; the loads and
-clusters that they name, looked at before the work that needs them."""
+"""Arguments that commands share: the parser, options, kinds of values, and the reading of the loads that they name."""
 
 import argparse
 import sys
@@ -40,7 +39,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence[Option]) -> None:
-    """Add a command with its options, and those that all have. ``text``: a line that says what it does, and more."""
+    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. Parsed arguments
+    get ``run`` and ``action=name``, too. ``text``: its help, of which the list of commands has one line."""
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=in_list(text), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,12 +51,12 @@ def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence
 
 
 def in_list(text: str) -> str:
-    """Return the first line of a command's help, as the list of commands has it."""
+    """Return the first line of a command's help for the list of commands: a small first letter, no full stop."""
     return text[:1].lower() + text.partition("\n")[0][1:].rstrip(".")
 
 
 def option(name: str, metavar: str, kind: Callable[[str], Any], text: str, default: Any = None, **more: Any) -> Option:
-    """Return an option with a value; a positional argument where the name has no dash."""
+    """Return the arguments of ``add_argument`` for an option with a value; positional, if ``name`` has no dash."""
     settings = {"metavar": metavar, "type": kind, "help": text, **more}
     return [name], settings if default is None else {**settings, "default": default}
 
@@ -85,7 +85,6 @@ def cluster(*, needed: bool = True) -> list[Option]:
 
 
 def _number(kind: type, good: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    """Return a kind of numbers, for ``type=``."""
 
     def number(text: str) -> Any:
         with suppress(ValueError):
@@ -107,7 +106,7 @@ MORE_EXPERTS = option("--experts", "N", positive, "experts in a layer, if the la
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Return a kind of comma-separated values: ``3,7`` -> [3, 7]."""
+    """Return a parser of comma-separated values, which calls ``kind`` for each: ``3,7`` -> [3, 7]."""
     return lambda text: [kind(part.strip()) for part in text.split(",")]
 
 
@@ -118,14 +117,16 @@ def policy(text: str) -> str:
 
 
 def complain(why: Exception | str, status: int = BAD_INPUT) -> int:
-    """Print a line on stderr, why a command ends here or what it notes; returns an exit status."""
+    """Print a reason, an error or a note, as one line on stderr, and return ``status``."""
     text = f"{why.filename}: {why.strerror}" if isinstance(why, OSError) and why.filename else str(why)
     print(f"{PROGRAM}: {' '.join(text.splitlines())}", file=sys.stderr)
     return status
 
 
 def read_job(path: str, arguments: argparse.Namespace) -> "JobRecord":
-    """Return a recorded load without dense layers, with what the record says of the job."""
+    """Return the record at ``path`` without its first ``arguments.dense_layers`` layers. ``arguments.experts`` adds
+    experts without tokens up to that number (InputError: the file has more). Notes on stderr: layers without tokens,
+    and counts that look like those of some ranks alone."""
     import numpy as np
 
     from ..tools.formats.loads import looks_partial, read_record
@@ -146,7 +147,7 @@ def read_job(path: str, arguments: argparse.Namespace) -> "JobRecord":
 
 
 def counted_windows(load: "NDArray[np.float64]", path: str) -> "NDArray[np.float64]":
-    """Return a load [T, L, E] without windows in which no token was counted: they would count as balanced."""
+    """Return a load's windows [T, L, E] with tokens; stderr counts the other windows. InputError: no window has any."""
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")

@@ -31,11 +31,11 @@ ACTIONS = {
     "migrate": ("Moving experts between ranks, against plain messages.", [RANKS, _repeats(10), DEVICE, WAYS]),
     "train": ("Training steps, static, balanced and ideal; takes minutes.", [RANKS, BLOCKS]),
 }
-"""One for each file of ``tools/bench/``."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure on the ranks of a launcher, or start some that run this same command."""
+    """Run a benchmark, print its result on the first rank, and return the exit status. ``planner`` runs in this
+    process; the others run on the ranks of a launcher, or else start ``--ranks`` processes with the same command."""
     what = arguments.action
     names = [name.lstrip("-") for (name,), _ in ACTIONS[what][1]]
     options = {name: getattr(arguments, name) for name in names if name != "ranks"}
@@ -55,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(result: dict[str, Any], as_json: bool) -> int:
-    """Print lists of rows as tables, single values as lines."""
     if as_json:
         print_json(result)
         return 0

@@ -14,7 +14,7 @@ def print_json(fields: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of 80 columns, or as wide as the terminal. One that is too wide is turned, and comes in parts."""
+    """Print title and rows as a table, of 80 columns or the terminal's width; transposed and split if too wide."""
     from rich.console import Console
 
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -32,7 +32,6 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _table(columns: Sequence[Sequence[str]]) -> Any:
-    """Return a table of columns, each with its heading first."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -55,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def spinner() -> Any:
-    """Return a context with a sign of life on stderr, where it is a terminal."""
+    """Return a context manager that shows a spinner and a line on stderr, if stderr is a terminal."""
     from rich.console import Console
 
     return Console(stderr=True).status("working; the first time on a machine code is compiled, a minute")

@@ -11,8 +11,6 @@ it is bound, until it hears of another's no: it may propose a word, but acts on 
 takes to hear. `tests/unit/distributed/test_ballot.py` explores all that can happen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -55,13 +53,14 @@ class TransportError(RuntimeError):
 
 
 def timeout_of(group: Group, device: torch.device = _CPU) -> timedelta:
-    """Return how long collectives of this group wait by now; messages between two ranks need it as an argument."""
+    """Return how long collectives of this group may take now, on its backend for ``device``."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
 def close_connections(group: Group) -> None:
-    """Close its connections, so that ranks which wait for this one learn it at once."""
+    """Make the group unusable on this rank, so that ranks which wait for this one fail at once. Aborts NCCL's
+    communicator, or closes gloo's connections (none in a group of one rank). Errors are ignored."""
     with contextlib.suppress(RuntimeError):
         if group.name() != "gloo":
             group.abort()
@@ -71,8 +70,8 @@ def close_connections(group: Group) -> None:
 
 
 def gather_rows(mine: Tensor, group: Group, deadline: float | None = None) -> Tensor:
-    """Stack one contiguous tensor of each rank, of equal shapes: ``[R, ...]``, in one call and one buffer. Given a
-    deadline (of `time.monotonic`), the host waits, and TransportError says that it passed or that a rank is gone."""
+    """Return one contiguous tensor of each rank, of equal shapes, stacked: ``[R, ...]``, by one all-gather. With a
+    deadline (of `time.monotonic`) the host waits. TransportError: it passed, or a rank is gone: the group is broken."""
     rows = mine.new_empty(group.size() * mine.numel())
     if deadline is None:
         all_gather_into(rows, mine.reshape(-1), group=group)
@@ -92,8 +91,8 @@ def gather_rows(mine: Tensor, group: Group, deadline: float | None = None) -> Te
 
 
 def gather_bytes(mine: bytes, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> list[bytes]:
-    """Gather bytes of any length from all ranks, in the order of the group. Two collectives; one if no rank has any.
-    Raises TransportError at the deadline (of `time.monotonic`; None: the timeout of the group)."""
+    """Return bytes of any length from all ranks, in the order of the group, by two all-gathers (one if no rank has
+    any). TransportError: the deadline passed (of `time.monotonic`; None: the group's timeout), or a rank is gone."""
     if deadline is None:
         deadline = time.monotonic() + timeout_of(group, device).total_seconds()
     lengths = gather_rows(torch.tensor([len(mine)], device=device), group, deadline).flatten().tolist()
@@ -106,44 +105,46 @@ def gather_bytes(mine: bytes, group: Group, device: torch.device = _CPU, deadlin
 
 
 def gather_json(mine: Any, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> list[Any]:
-    """`gather_bytes` of what JSON can say; None is no bytes."""
+    """Return what each rank gives, as JSON by `gather_bytes`. None is sent as no bytes, and comes as None."""
     words = gather_bytes(b"" if mine is None else json.dumps(mine).encode(), group, device, deadline)
     return [json.loads(word) if word else None for word in words]
 
 
 def first_problem(problem: str, group: Group, device: torch.device = _CPU, deadline: float | None = None) -> str:
-    """Return the problem of the first rank that has one, with its number, the same on every rank; "" if none has."""
+    """Return ``rank N: problem`` of the first rank whose problem is not "", or ""; the same on all. Collective."""
     texts = gather_bytes(problem.encode(), group, device, deadline)
     said = zip(dist.get_process_group_ranks(group), texts, strict=True)
     return next((f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text), "")
 
 
 def maxima(values: Tensor, group: Group) -> Tensor:
-    """Return the element-wise maximum over ranks, in the memory of ``values``."""
+    """Replace ``values`` by their element-wise maximum over ranks (all-reduce, in place), and return it."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     return values
 
 
 def deviating(values: Mapping[int, Hashable], ranks: Sequence[int]) -> list[int]:
-    """Return which of these ranks have another value than the first of them."""
+    """Return those of ``ranks`` whose value differs from the value of the first of them."""
     return [rank for rank in ranks if values[rank] != values[ranks[0]]]
 
 
 def differing(values: Mapping[int, Hashable], ranks: Sequence[int], what: str) -> str:
-    """Return a line that names those of these ranks that have another value than the first of them, or ""."""
+    """Return a line that names those of ``ranks`` whose value differs from the first one's; "": all are equal."""
     odd = ", ".join(map(str, deviating(values, ranks)))
     return odd and f"rank {odd} has another {what} than rank {ranks[0]}"
 
 
 def all_equal(digest: bytes, what: str, group: Group, sets: Sequence[Sequence[int]] | None = None) -> str:
-    """Return a line that names ranks of one of ``sets`` whose digests differ, or "". Collective."""
+    """Compare all ranks' digests in each of ``sets`` (None: the group). Return a line that names the ranks that differ
+    in the first set where some do; "": they are equal. Collective."""
     ranks = dist.get_process_group_ranks(group)
     digests = dict(zip(ranks, gather_bytes(digest, group), strict=True))
     return next(filter(None, (differing(digests, together, what) for together in sets or [ranks])), "")
 
 
 def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: str = "") -> None:
-    """Come to a meeting of these ranks. ``problem``: why this rank cannot go on, as all are to hear it."""
+    """Write into the store that this rank is at the meeting ``key``, and its problem ("": it has none). Waits for no
+    rank. The last rank to come writes the outcome: that all can go on, or the first problem that was written."""
     if problem:
         store.compare_set(f"{key}/problem", problem)
     store.compare_set(f"{key}/{rank}", "here")
@@ -153,13 +154,14 @@ def arrive(store: JobStore, key: str, ranks: Sequence[int], rank: int, problem: 
 
 
 def missing_at(store: JobStore, key: str, ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks that have not come to a meeting."""
+    """Return the numbers of up to 8 ranks that have not come to a meeting, as ``1, 5``; "": all have come."""
     return ", ".join([str(rank) for rank in ranks if not store.word_of(f"{key}/{rank}")][:8])
 
 
 def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, what: str = "") -> tuple[str, bool]:
-    """Return why ranks that meet cannot go on ("": they can), and whether a rank did not come ``what`` in so many
-    seconds. The first word of any rank decides, so that all hear the same."""
+    """Wait for the outcome of a meeting (`arrive`). Returns why ranks cannot go on ("": they can), and whether the
+    reason is that a rank did not come in time: this rank writes that outcome if none is there after ``seconds``. The
+    first outcome written holds for all. ``what`` goes into the line."""
     if not store.wait(key, seconds):
         late = f"rank {missing_at(store, key, ranks)} did not come {what}within {seconds:g} s"
         store.compare_set(key, _NOT_COME + late)
@@ -170,16 +172,14 @@ def outcome_of(store: JobStore, key: str, ranks: Sequence[int], seconds: float, 
 def barrier(
     everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
 ) -> str:
-    """Wait for these ranks, by way of the launcher's store; no group is needed. Returns why another rank cannot go on,
-    in a line that names it; "" if all can. Raises RuntimeError: a rank did not come, or the store does not answer.
-
-    A rank that gave up alone would leave the others in the making of groups, and its next call would meet their first.
+    """Wait, by way of the launcher's store, until all of these ranks have called this; no group is needed. Returns
+    ``rank N: reason`` if another rank cannot go on, "" if all can. RuntimeError: a rank or the store does not answer.
 
     Args:
-        what: the call, by name.
-        problem: why this rank cannot go on, raised as it is; one that was interrupted waits for no rank.
-        patient: after ten seconds or the timeout only warn, on the first rank that has come, and wait as long as the
-            host's process group does: ranks that load models may come at very different times.
+        what: name of the call, equal on all ranks.
+        problem: why this rank cannot go on. It is raised here once all have come; an interruption (Ctrl-C), at once.
+        patient: after ten seconds or the timeout the first rank that has come logs a warning, and all wait as long as
+            the host's process group does: ranks that load models may come at very different times.
     """
     world, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     base = f"eplb_runtime/{what}/{everyone[0]}-{everyone[-1]}-{len(everyone)}"
@@ -237,7 +237,7 @@ class Ballot:
         self._changed = threading.Condition()
 
     def say(self, problem: str) -> None:
-        """Say no, or yes (""); the first word stands."""
+        """Set this rank's vote: yes (``bound``) if ``problem`` is "", else no (``refusal``). The first vote counts."""
         with self._changed:
             if not problem:
                 self.bound = not self.refusal
@@ -245,7 +245,8 @@ class Ballot:
                 self.refusal = self.refusal or problem
 
     def settle(self, verdict: Verdict) -> None:
-        """Take what the record holds, or what a rank that is not bound does without; the first verdict stands."""
+        """Set ``verdict``, set ``bound`` to whether it is a commit, and wake `wait`; nothing if a verdict is set
+        already. RuntimeError: it is a commit, and this rank is not ``bound``."""
         with self._changed:
             if self.verdict is None:
                 if verdict.commit and not self.bound:
@@ -254,7 +255,7 @@ class Ballot:
                 self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether it is known what all ranks do, by now or soon."""
+        """Wait at most so many seconds until ``verdict`` is set; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self.verdict is not None, seconds)
 
@@ -283,7 +284,7 @@ Probe = Callable[[Phase, Any], None]
 
 
 def unobserved(phase: Phase, subject: Any) -> None:
-    """Looks at nothing."""
+    """Do nothing: the probe of a job that is not under test."""
 
 
 class InDoubt(RuntimeError):
@@ -301,12 +302,13 @@ class Agreement:
         self._rank, self._ranks = control.rank(), dist.get_process_group_ranks(control)
 
     def close(self) -> None:
-        """Let go of the group, whose threads and connections go with the last who holds it."""
+        """Drop the reference to the group, whose threads and connections end with the last one. Only at the end."""
         del self._control
 
     def gather(self, word: Tensor, seconds: float | None = None) -> Tensor:
-        """Return this tensor of every rank, of equal shapes: ``[R, ...]``, after ``ceil(log2 R)`` steps. In each a rank
-        sends the rows that it has, its own and those of the ranks after it, to where they are the next ones."""
+        """Return this CPU tensor of every rank, of equal shapes, in rank order: ``[R, ...]``. Collective, in
+        ``ceil(log2 R)`` steps: in each, a rank sends rows that it has to one other rank. RuntimeError: a message took
+        longer than ``seconds`` (None: the group's timeout)."""
         size = len(self._ranks)
         rows, count = word.new_empty(size, *word.shape), 1
         rows[0] = word
@@ -322,8 +324,8 @@ class Agreement:
         return rows.roll(self._rank, 0)
 
     def gather_words(self, word: bytes, problem: str, seconds: float | None = None) -> tuple[dict[int, bytes], str]:
-        """Return the words of all ranks, equally long, by rank; and the problem of the first rank that has one, ""
-        where none has."""
+        """Return ``word`` of every rank, equally long, by rank; and ``rank N: problem`` of the first rank whose problem
+        is not "" (cut to 240 bytes), "" if there is none. Collective."""
         said = word + problem.encode()[:_CAUSE_BYTES].ljust(_CAUSE_BYTES, b"\0")
         gathered = self.gather(torch.frombuffer(bytearray(said), dtype=torch.uint8), seconds).numpy()
         rows = {rank: row.tobytes() for rank, row in zip(self._ranks, gathered, strict=True)}
@@ -332,7 +334,8 @@ class Agreement:
         return {rank: row[: len(word)] for rank, row in rows.items()}, first
 
     def check_equal(self, digest: bytes, what: str, problem: str = "") -> Verdict:
-        """Compare 16 bytes of every rank (zeros: it has none), and tell every rank of a problem."""
+        """Compare 16 bytes of every rank (zeros: it has none). The verdict commits if all are equal and no rank has a
+        problem; else its cause names the ranks. Collective; a failed exchange becomes a verdict, too."""
         try:
             digests, cause = self.gather_words(digest, problem)
         except RuntimeError as error:
@@ -343,8 +346,8 @@ class Agreement:
         return Verdict(not cause, cause)
 
     def go_on(self, problem: str, stops: bool, seconds: float) -> str:
-        """Agree to go on with work in several parts, ahead of each. Returns "" if all go on, or all stop (``stops``);
-        else which rank does not, and why."""
+        """Compare, before each part of longer work, who goes on and who stops (``stops``). Returns "" if all go on or
+        all stop, and no rank has a problem; else a line that names a rank and why. Collective."""
         words, first = self.gather_words(bytes([stops]), problem, seconds)
         stopped = [rank for rank, word in words.items() if any(word)]
         if not first and 0 < len(stopped) < len(words):
@@ -352,9 +355,10 @@ class Agreement:
         return first
 
     def vote_and_record(self, ballot: Ballot, problem: str, timed_out: bool) -> Verdict:
-        """Vote, and return the one decision. ``problem``: why this rank cannot commit. ``timed_out``: it broke the
-        groups' connections; then this rank hangs up, so that no rank waits for it. InDoubt: a rank that has said yes
-        has had no answer for ``most_seconds``."""
+        """Vote on a ballot with all ranks, write the outcome into the store unless one is there, and return the
+        recorded one: a commit only if all said yes. Collective. ``problem``: why this rank says no; "": yes, if the
+        store answers. ``timed_out``: its connections broke; it refuses, does not vote, and closes the control group's.
+        InDoubt: after its yes, no answer for ``most_seconds``."""
         if timed_out:
             return self.refuse(ballot, Verdict(False, problem, True), votes=False)
         if not problem and self._store.silent:
@@ -371,8 +375,9 @@ class Agreement:
         return self._follow(ballot, verdict)
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
-        """Say no. A rank that has said yes already can only propose that, and follows what all come to. ``votes``:
-        False: take no part in the vote; ranks that wait for this one's word there come back at once."""
+        """Say no, write ``verdict`` into the store unless an outcome is there, settle the ballot with the recorded one,
+        and return it: after a yes of this rank it may be a commit (or InDoubt), after a no this rank's own if the store
+        is silent. Sends no vote. ``votes`` False: none will follow; close the control group's connections."""
         ballot.say(verdict.cause or "no")
         try:
             return self._follow(ballot, verdict)
@@ -399,8 +404,8 @@ class Agreement:
         return ballot.verdict
 
     def record(self, key: str, verdict: Verdict) -> Verdict:
-        """Write down the verdict on a decision, unless there is one already; return the one that counts. A rank that
-        the store does not answer follows its own: so only for what moves nothing before another vote."""
+        """Write a verdict into the store under ``key`` unless one is there, and return the one that is there. If the
+        store is silent, log an error and return this rank's own: so only for what moves nothing before another vote."""
         try:
             return self._first_word(key, verdict)
         except StoreError as error:

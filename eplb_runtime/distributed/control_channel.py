@@ -4,16 +4,14 @@ connections after a failure. What is done in it is collective, in the same order
 New control and migration groups are made by all ranks at the end of one step, agreed on by words in the launcher's
 store under ``connections/N/``, N the attempt. A rank whose connections are whole asks the store nothing.
 
-1. A rank that lost the others closes its old connections, so that the others fail in their next decision, and adds one
-   to ``here``. Training goes on.
+1. A rank that lost the others closes its old connections, so that they fail in their next decision, and counts itself
+   in ``here``. Training goes on.
 2. When all ranks are in ``here``, the first word of ``step`` is the boundary at which they meet, a few ahead. Ranks
    that train together are at most one boundary apart, so all read it before they come there.
 3. There all ranks meet in ``go``, make the groups and the transport, and meet in ``hold``: all use them, or none does.
 
 An attempt in vain, or whose boundary has passed, is followed by the next; after `MOST_TRIES` a warning says so.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable
@@ -70,13 +68,12 @@ class ControlChannel:
         return Agreement(groups.control, groups.store, self._probe, seconds)
 
     def require(self, what: str) -> None:
-        """Raise ConnectionLost while the ranks connect again."""
+        """Raise ConnectionLost, which names ``what``, while the ranks connect again."""
         if self.reconnecting:
             raise ConnectionLost(f"{what} cannot work while the ranks connect again (see the log): try again later")
 
     def _do(self, work: Work[T], group: dist.ProcessGroup, agreement: Agreement) -> T:
-        """Do work on the thread. If it fails, this rank hangs up: no other waits for its part, and later work of this
-        rank does not mix with it."""
+        """Do work on the thread. If it fails, this rank hangs up: no other waits for it, or gets later messages."""
         try:
             return work(group, agreement)
         except Exception:
@@ -84,13 +81,12 @@ class ControlChannel:
             raise
 
     def submit(self, work: Work[T]) -> Future[T]:
-        """Begin work on the control group of now, and return its future."""
+        """Queue work on the channel's thread, and return its future. A failure closes the group's connections."""
         return self.worker.submit(partial(self._do, work, self._groups.control, self.agreement))
 
     def result(self, work: Future[T], key: str) -> T:
-        """Return what `submit` began, but do not wait for long. A rank whose wait times out records that under ``key``,
-        so that no rank acts on it any more; if the others have agreed by then, this rank's own thread is almost done.
-        Raises ConnectionLost: there is no result."""
+        """Return the result of work that `submit` queued; ConnectionLost: there is none. A rank whose wait times out
+        records a refusal under ``key``, so that no rank acts on the work; if a commit is there, it waits 1 s more."""
         if not wait([work], self._seconds).done:
             late = Verdict(False, f"rank {self._groups.job.rank} has waited {self._seconds:g} s for it", True)
             verdict = self.agreement.record(key, late)
@@ -105,8 +101,8 @@ class ControlChannel:
             raise ConnectionLost(f"{type(error).__name__}: {error}") from error
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
-        """Do work on the control group once what was begun has left it, and return its result; ConnectionLost: it
-        failed, or was not done in time."""
+        """Do work on the channel's thread after what is queued there, and return its result. ConnectionLost: it failed
+        (then the control group's connections are closed), or was not done in time, or the ranks connect again."""
         self.require("a comparison of ranks")
         try:
             seconds = self._seconds if seconds is None else seconds
@@ -117,19 +113,19 @@ class ControlChannel:
             raise ConnectionLost(f"{name}{error}") from error
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
-        """Queue a small collective on the control group, without waiting for it."""
+        """Queue ``notice`` on the channel's thread, without waiting for it; nothing if closed or reconnecting."""
         if not self.reconnecting and not self.worker.closed:
             self.submit(lambda _, agreement: notice(agreement))
 
     def begin_reconnecting(self) -> None:
-        """Close the connections, which broke, and ask at each boundary from here on whether there are new ones."""
+        """Set ``reconnecting``, zero ``tries``, and close the broken connections; nothing while it is set already."""
         if not self.reconnecting:
             self.reconnecting, self.tries = True, 0
             self._groups.close_connections()
 
     def reconnect(self, boundary: int) -> Transport | None:
-        """Return a transport on new groups, used from here on, if all ranks meet at this boundary; None: not yet. The
-        groups before them are to be given back (`ProcessGroups.release_unused`)."""
+        """Try to connect again at the end of a step. If all ranks meet at this ``boundary``, switch to new groups,
+        clear ``reconnecting``, and return a transport; else None. `ProcessGroups.release_unused` ends old groups."""
         if not self.reconnecting or self.tries > MOST_TRIES:
             return None
         try:
@@ -183,7 +179,7 @@ class ControlChannel:
         return None
 
     def _meet(self, word: str, problem: str, seconds: float) -> str:
-        """Wait for all ranks. Returns why they cannot go on, the same on all of them; empty: they can."""
+        """Wait for all ranks. Returns why they cannot go on, the same on all of them; "": they can."""
         store, job, key = self._groups.store, self._groups.job, self._key(word)
         arrive(store, key, job.ranks, job.rank, problem and f"rank {job.rank}: {problem}")
         return outcome_of(store, key, job.ranks, seconds)[0]

@@ -58,9 +58,8 @@ def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: 
 
 
 class ProcessGroups:
-    """The process groups of one balancer. A group is made by its ranks, which ask for it at the same place, and used by
-    all of them at once: NCCL builds a communicator of the whole group at its first call, and ranks that have nothing to
-    send would never come to that call.
+    """The process groups of one balancer. A group's ranks ask for it at the same place, and use it at once: NCCL builds
+    its communicator at the first call, to which ranks that have nothing to send would never come.
 
     Args:
         ranks: what the host said of this rank.
@@ -102,13 +101,13 @@ class ProcessGroups:
             raise
 
     def make(self) -> None:
-        """Make what a model and its migrations need, and ranks that only compare do without. Collective."""
+        """Make most groups now (data, dispatch, counts, migration, ...), not where they are first used. Collective."""
         for purpose in _AT_ATTACH:
             getattr(self, purpose)
 
     def explain(self, error: BaseException) -> str:
-        """Tell the others that setting up has failed here; returns why it did on all ranks, in a line, or "": by this
-        rank's own error."""
+        """Tell the other ranks that setting up has failed here, and close this rank's gloo connections. Returns "" if
+        ``error`` is this rank's own; else, after up to 10 s, a line on the rank that caused it ("": unknown)."""
         store, rank, own = self.store, dist.get_rank(), not _is_echo(error)
         said = f"rank {rank} failed at attach: {one_line(error, with_type=True)}" if own else ""
         try:
@@ -124,28 +123,29 @@ class ProcessGroups:
         return f"rank {lost} was lost at attach: it has died, or does not answer" if lost else ""
 
     def finalize(self) -> None:
-        """All is set up: from here on, control and migration have the balancer's timeout."""
+        """Set the timeout of calls on the control and migration groups to ``timeout_seconds``, if they are gloo's."""
         for group in (self.control, self.migration):
             if group.name() == "gloo":  # others have no such wait
                 group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self.timeout_seconds))
 
     def make_again(self, attempt: int, seconds: float) -> Pair:
-        """Return other control and migration groups, not used until `take_over`. Collective."""
+        """Make and return another control and migration group, in use from `take_over` on. Collective. ``seconds``: for
+        making each, and for each call over gloo."""
         control = self._new([self.job.ranks], f"control {attempt}", "gloo", seconds)
         return control, self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds)
 
     def take_over(self, made: Pair) -> None:
-        """Use these groups from now on; those before them wait for `release_unused`."""
+        """Replace ``control`` and ``migration`` by these groups. `release_unused` ends the old ones."""
         self.control, self.migration = made
         self.finalize()
 
     def release_unused(self) -> None:
-        """Give back the control and migration groups that are not used any more, or not yet."""
+        """End each control and migration group but those in ``control`` and ``migration``."""
         again = [one for one in self._made if one.group_desc.split()[-1] in ("control", "migration")]
         self.release(*(one for one in again if one is not self.control and one is not self.migration))
 
     def close_connections(self) -> None:
-        """Close the connections of control and migration, so that a rank which waits for this one learns it at once."""
+        """Close the connections of ``control`` and ``migration``, so that ranks that wait for this one fail."""
         close_connections(self.control)
         close_connections(self.migration)
 
@@ -170,41 +170,40 @@ class ProcessGroups:
 
     @cached_property
     def migration(self) -> dist.ProcessGroup:
-        """`Job.migration_ranks`, in the order of the rows: experts on their way. Made again with ``control``."""
+        """The group in which experts move: `Job.migration_ranks`, in row order. Collective at the first access."""
         return self._new(self.job.migration_sets, "migration", self.backend, self.setup_seconds)
 
     @cached_property
     def counts(self) -> dist.ProcessGroup:
-        """One EP group: what goes where, ahead of tokens. Apart from ``dispatch`` on gloo, which ends the process where
-        messages that meet differ in size, as those of a forward and a backward would."""
+        """The EP group that exchanges counts ahead of tokens. Collective at the first access. On gloo it is apart from
+        ``dispatch``: messages of a forward and a backward that meet would differ in size, which ends the process."""
         return self._new(self.job.ep_sets, "counts") if self.backend == "gloo" else self.dispatch
 
     @cached_property
     def second_channel(self) -> Pair:
-        """``dispatch`` and ``counts`` once more, for a second batch at once."""
+        """Another ``dispatch`` and ``counts``, for two batches at once. Collective at the first access."""
         dispatch = self._new(self.job.ep_sets, "dispatch 2")
         return dispatch, self._new(self.job.ep_sets, "counts 2") if self.backend == "gloo" else dispatch
 
     def of_nodes(self, ranks_per_node: int) -> dist.ProcessGroup:
-        """Return a gloo group of the ranks of ``replicas`` that share this rank's node, to meet in. Collective."""
+        """Make and return a gloo group of the ranks of ``replicas`` on this rank's node. Collective."""
         each = ranks_per_node * self.job.dp_shard_degree
         sets = [ranks[first : first + each] for ranks in self.job.row_sets for first in range(0, len(ranks), each)]
         return self._new(sets, "node", "gloo")
 
     def go_with(self, models: Sequence[nn.Module]) -> None:
-        """Leave the groups to `release_dropped` once the last of these models is gone: a closed model still computes
-        with some. Nothing ends where the collector runs, which is on any thread and in the middle of anything."""
+        """Let `release_dropped` close these groups once all of these models are garbage-collected (kept as weak
+        references): a closed model still computes with some groups."""
         self._models = [weakref.ref(model) for model in models]
         _in_use.append(self)
 
     def close_balancing(self) -> None:
-        """Give back what only rebalancing needs; the model goes on with the other groups. Threads and connections of
-        gloo go with the last who holds a group: the others have let go of theirs."""
+        """End the control, migration and background groups, and close the store. The model goes on with the others."""
         self.release(*(group for group in self._made if group.group_desc.split()[-1] in _OF_BALANCING))
         self.store.close()
 
     def close(self) -> None:
-        """Give back all of them."""
+        """End all groups, and close the store."""
         self.release(*self._made)
         self.close_balancing()
 
@@ -232,7 +231,8 @@ class ProcessGroups:
         return group
 
     def release(self, *groups: dist.ProcessGroup) -> None:
-        """End these groups, and let go of them."""
+        """End these groups: abort NCCL's communicators, and delete torch's entries and the attributes that hold the
+        groups. An error is only logged."""
         for name in [name for name, held in vars(self).items() if any(held is group for group in groups)]:
             delattr(self, name)
         for group in groups:
@@ -247,8 +247,8 @@ class ProcessGroups:
 
 
 def release_dropped() -> None:
-    """Give back the groups of models that are gone. Where all ranks have come, and no device works on what these have
-    launched: to end a communicator is each rank's own act, and one that another rank uses would fail there."""
+    """Close the groups whose models are gone (`go_with`), with a warning in the log if ``close()`` was not called.
+    Where all ranks have come and no device uses the groups: ending a communicator that another rank uses would fail."""
     for groups in [one for one in _in_use if all(model() is None for model in one._models)]:
         _in_use.remove(groups)
         if hasattr(groups, "control"):
@@ -278,9 +278,9 @@ def make_group(
     description: str,
     calls: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Make a gloo or NCCL group of these ranks, each of which calls it with the same new name, in any order with other
-    calls. ``making``: most time for it. ``calls``: most time for a call, after which NCCL's watchdog ends the process;
-    None: who waits on it has a deadline of its own, before which the watchdog does nothing."""
+    """Make a gloo or NCCL group of these ranks, enter it in torch's tables, and return it. Each rank calls this with
+    the same new name, in any order with other calls. ``making``: most time for that. ``calls``: most time for a call,
+    after which NCCL's watchdog ends the process. None: gloo's calls have ``making``; NCCL's watchdog does nothing."""
     place = list(ranks).index(rank)
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, place, len(ranks))
@@ -330,7 +330,7 @@ def _harmless_watchdog() -> Any:
 
 
 def forget_group(group: dist.ProcessGroup) -> None:
-    """Take a group out of torch's tables. Its threads and connections end with the last reference to it."""
+    """Remove a group from torch's tables. Its threads and connections end with the last reference to it."""
     known = dist.distributed_c10d._world
     if known.pg_map.pop(group, None) is not None:
         torch._C._distributed_c10d._unregister_process_group(group.group_name)
@@ -339,7 +339,7 @@ def forget_group(group: dist.ProcessGroup) -> None:
 
 
 def host_timeout(backend: str) -> timedelta:
-    """How long the host lets its own process group of this backend wait (``init_process_group(timeout=...)``)."""
+    """Return the host's timeout (``init_process_group(timeout=...)``) for this backend, or torch's if there is none."""
     timeout: timedelta = dist.distributed_c10d.default_pg_timeout
     with contextlib.suppress(RuntimeError, AttributeError):  # the host has none, or one without options
         group: Any = dist.distributed_c10d._get_default_group()
@@ -348,7 +348,7 @@ def host_timeout(backend: str) -> timedelta:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend that the world uses for this kind of device: ``gloo`` or ``nccl``."""
+    """Return the backend that the world uses for this kind of device: ``gloo`` or ``nccl``. GroupError: neither."""
     config = dist.get_backend_config()
     backend = dict(part.split(":") for part in config.split(",") if ":" in part).get(device.type)
     if backend in ("gloo", "nccl"):

@@ -36,13 +36,12 @@ class Ranks:
         gradient_divisor: what gradients of experts are divided by, so that they fit those of the dense parameters;
             None: the number of ranks that hold the same stages, as averaging over data-parallel ranks has it. 1 where
             the loss is divided by all ranks' tokens already.
-        divided_rows: D, over how many of the ranks that hold the same experts the host divides these, each expert whole
-            on one of them (FSDP along dimension 0): of the E/R homes of an EP rank, each of D EDP ranks has E/(R D), in
-            their order. The host then brings them together to compute, and reduces their gradients itself. There may be
-            several such sets of D, one after the other, that hold the same (HSDP). 0: each EDP rank has all of them.
-        divided_state: the host divides the optimizer's state of experts over the ranks that hold the same, cutting
-            experts where it comes to that (Megatron's distributed optimizer); weights are whole on each. Not together
-            with ``divided_rows``.
+        divided_rows: D, number of EDP ranks over which the host divides the E/R homes of an EP rank (FSDP along
+            dimension 0): each has E/(R D) whole experts, in order. The host gathers them to compute, and reduces their
+            gradients itself. Several such sets of D ranks, one after the other, may hold the same experts (HSDP). 0:
+            each EDP rank has all homes.
+        divided_state: the host divides the optimizer's state of experts over the EDP ranks, cutting experts where need
+            be (Megatron's distributed optimizer); weights are whole on each. Not together with ``divided_rows``.
     """
 
     ep: tuple[int, ...] | None = None
@@ -54,7 +53,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls, ep_group: dist.ProcessGroup | None) -> Ranks:
-        """One whole model on every EP group of the world."""
+        """Return the ranks of one whole model on every EP group of the world; None: the world is one EP group."""
         return cls(None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group)))
 
 
@@ -96,11 +95,11 @@ class Job:
 
     @property
     def num_layers(self) -> int:
-        """L, MoE layers of the whole model."""
+        """Number of MoE layers of the whole model, L."""
         return sum(self.layers_of_stage)
 
     def first_layer(self, stage: int) -> int:
-        """The number of a stage's first MoE layer."""
+        """Return the number, in the whole model, of a stage's first MoE layer."""
         return sum(self.layers_of_stage[:stage])
 
     @cached_property
@@ -110,17 +109,17 @@ class Job:
 
     @cached_property
     def stage_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Which stages ranks hold together, each tuple once, ascending."""
+        """The combinations of stages that ranks hold, each once, ascending."""
         return tuple(sorted(set(self.stages_of_set)))
 
     @property
     def state_holders(self) -> int:
-        """Over how many ranks the optimizer's state of an expert is divided; 1 where it is not."""
+        """Number of ranks over which the optimizer's state of an expert is divided; 1: it is whole."""
         return len(self.edp_ranks) if self.divided_state else 1
 
     @property
     def dp_shard_degree(self) -> int:
-        """D, over how many ranks the homes of an EP rank are divided; 1 where they are not."""
+        """Number of ranks over which the homes of an EP rank are divided, D; 1: they are whole."""
         return self.divided_rows or 1
 
     @property
@@ -128,7 +127,7 @@ class Job:
         return [self.ranks]
 
     def ep_sets_of(self, stages: tuple[int, ...]) -> Sets:
-        """The EP groups that hold these stages, in order."""
+        """Return the EP groups whose ranks hold exactly these stages, ordered by first rank."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
 
     @cached_property
@@ -150,14 +149,14 @@ class Job:
 
     @property
     def row_sets(self) -> Sets:
-        """Ranks that have each row of an expert tensor once, in the order of the rows: the EP groups, or, with divided
-        rows, as many of those that hold the same stages as rows are divided over."""
+        """Sets of ranks that have each row of an expert tensor once, in row order: the EP groups; with divided rows,
+        sets of R D ranks that hold the same stages."""
         return self._whole_rows if self.divided_rows else list(self.ep_sets)
 
     @property
     def migration_sets(self) -> Sets:
-        """Ranks among which experts travel: those that have each row once, or, with divided state, all that hold the
-        same stages, the EDP ranks of the first EP rank first."""
+        """Sets of ranks among which experts move: ``row_sets``; with divided state, all ranks that hold the same
+        stages, the EDP ranks of the first EP rank first."""
         return self._whole_stages if self.divided_state else self.row_sets
 
     ep_ranks, ep_rank = _with_this("ep_sets"), _place_in("ep_ranks")
@@ -175,7 +174,7 @@ class Job:
 
 
 def job_ranks(ranks: Ranks) -> tuple[int, ...]:
-    """Return the ranks of the job, ascending; GroupError: they are not all there, or this one is none of them."""
+    """Return the ranks of the job, ascending. GroupError: some are not in the world, or this rank is not among them."""
     world, rank = dist.get_world_size(), dist.get_rank()
     job = tuple(range(world)) if ranks.job is None else tuple(sorted(set(ranks.job)))
     if rank not in job:
@@ -186,8 +185,8 @@ def job_ranks(ranks: Ranks) -> tuple[int, ...]:
 
 
 def gather_job(ranks: Ranks, everyone: tuple[int, ...], stage_layers: Sequence[int], control: dist.ProcessGroup) -> Job:
-    """Return the job, by one small all-gather on ``control``, whose ranks are ``everyone``. Raises GroupError on all
-    ranks where they contradict each other."""
+    """Return the `Job` that all ranks' ``ranks`` and ``stage_layers`` make, equal on all but for ``Job.rank``.
+    Collective on ``control``, whose ranks are ``everyone``. GroupError, on all ranks: they contradict each other."""
     divisor, divided = ranks.gradient_divisor or 0, (ranks.divided_rows, ranks.divided_state)
     # A rank that names no EP group is in one with all that have its stages.
     mine = replace(ranks, ep=tuple(sorted(ranks.ep or ())), job=None, gradient_divisor=divisor)

@@ -1,8 +1,6 @@
 """The tag of a forward: layer, step, placement, mode and top-k as one number, which travels with every batch's counts.
 Where the tags of ranks differ, all raise at once and say which rank is in which forward."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 
@@ -32,20 +30,20 @@ class ForwardTag(threading.local):
 
     @property
     def training(self) -> bool:
-        """Return whether the forward that this thread is in trains the model."""
+        """Whether the forward that this thread is in is in training mode."""
         return bool(self.value >> 1 & 1)
 
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:
-        """Begin a forward of a layer on this rank; a top-k of 0 is not compared."""
+        """Set this thread's ``value`` (layer, step, mode, top-k, gradients on or off) and ``place`` (layer, epoch)."""
         tag = (top_k % 256 << _TOP_K) | (step << 24) | (layer << 8) | (training << 1) | torch.is_grad_enabled()
         self.value, self.place = tag, (layer, epoch)
 
     def set_placement(self, changes: int) -> None:
-        """Note the placement that this forward uses, as the number of changes that led to it."""
+        """Put the number of placement changes so far, modulo 64, into this thread's tag."""
         self.value = (self.value & ~_PLACEMENT) | (changes << 2 & _PLACEMENT)
 
     def check(self, tags: NDArray[np.int64], own: int | None = None) -> None:
-        """Raise OutOfStepError on every rank of the group unless all ranks are, or were, in this forward."""
+        """Raise OutOfStepError unless the ranks' tags all equal ``own`` (None: this thread's); on every rank alike."""
         own = self.value if own is None else own
         if not (tags != own).any():
             return

@@ -3,8 +3,6 @@
 ``attach`` asks the hosts in turn and hands a description to `hosts.attaching`. Nothing else knows a framework.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -40,13 +38,14 @@ def attach(
     ranks: Ranks | None = None,
     device: torch.device | str | None = None,
 ) -> Balancer:
-    """Spread a model's experts over the EP group and keep them balanced. Collective: every rank calls it once.
+    """Spread a model's experts over the EP group, and return the balancer that keeps them balanced. Collective.
 
     The model must be the same on every rank (same seed or checkpoint; checked). Afterwards each rank holds E/R experts
-    of every MoE layer; the rest of the model is untouched. An optimizer made before keeps its groups, options and
-    state: full expert parameters are replaced by local ones. Wrap the model in DistributedDataParallel after this call
-    (expert parameters are excluded from it), or set ``dense_gradients="allreduce"`` and use no wrapper. For FSDP2 over
-    EDP call ``shard_experts`` first.
+    of every MoE layer, whose forward counts tokens and sends them to the ranks of their experts. Other parameters are
+    untouched. An optimizer made before keeps its groups, options and state: full expert parameters are replaced by
+    local ones. Its ``step`` first reduces gradients, and a training step ends with a step of the balancer. Wrap the
+    model in DistributedDataParallel after this call (expert parameters are excluded from it), or set
+    ``dense_gradients="allreduce"`` and use no wrapper. For FSDP2 over EDP call ``shard_experts`` first.
 
     Gradients of experts are divided by the number of ranks that hold the same stages, so that they match what data
     parallelism's averaging gives the dense parameters: both are the gradient of the mean over ranks of each rank's
@@ -58,17 +57,14 @@ def attach(
             module with ``layers``; or the list of this rank's pipeline stages, such modules each.
         optimizer: holds the model's parameters; element-wise (SGD, Adam, AdamW, ...). Several, as a list, step once
             each in a training step, on every rank. None: inference, load counts in evaluation too.
-        config: settings, the same on every rank.
+        layers: for modules that are not Transformers' or Megatron's, their MoE layers; a list of them for each stage.
+        config: settings, the same on every rank; None: the defaults.
         ep_group: ranks among which experts are spread; None: all. With several EP groups (EDP) all hold the same
             placement, and expert gradients are averaged over them.
-        ranks: where the world is not one whole model on every EP group: the job's ranks, this rank's EP group and
-            pipeline stages, and what gradients are divided by (`eplb_runtime.distributed.ranks.Ranks`); in the place of
-            ``ep_group``.
+        ranks: in the place of ``ep_group`` where the world is not one whole model on every EP group: the job's ranks,
+            this rank's EP group and pipeline stages, the divisor of gradients (`eplb_runtime.distributed.ranks.Ranks`).
         device: for a model on the meta device, where to make it: this rank's experts and the rest, nothing more. Its
             weights are NaN until you load them, with ``eplb_runtime.checkpoint.load`` or ``load_pretrained``.
-
-    Returns:
-        The balancer, hooked to the optimizer's step.
 
     Raises:
         AttachError: there is nothing to balance, it cannot be done, or a rank has failed or died on the way; on all
@@ -110,11 +106,11 @@ def shard_experts(
     config: BalancerConfig | None = None,
     ep_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Leave each rank its E/R experts of every MoE layer, and do nothing else yet. Collective.
+    """Replace the expert parameters of every MoE layer by this rank's E/R experts, in the model. Collective.
 
     Only for FSDP2, which must see the experts cut before the optimizer is made: then ``fully_shard`` each experts
     module over the ranks that hold the same experts, along dimension 1, the rest as usual, make the optimizer, and
-    ``attach`` with the same config and group::
+    ``attach`` with the same config and group; until then the layers must not run::
 
         eplb.shard_experts(model, ep_group=ep_group)
         for layer in model.model.layers:
@@ -125,7 +121,7 @@ def shard_experts(
         balancer = eplb.attach(model, optimizer, ep_group=ep_group)
 
     Args:
-        model, layers, config, ep_group: as for ``attach``; ``config.initial_placement`` counts here.
+        model, layers, config, ep_group: as for ``attach``; ``config.initial_placement`` says which experts.
 
     Raises:
         AttachError: the experts cannot be spread; the model is as it was.
@@ -157,7 +153,7 @@ def _ranks_of_hosts(given: Ranks | None, ep_group: dist.ProcessGroup | None, hos
 
 
 def rooms() -> Iterator[Any]:
-    """The rooms of frameworks that a model can be of."""
+    """Yield our module for each framework of `HOSTS` that this process has imported, and import that module of ours."""
     for room, framework in HOSTS.items():
         if framework in sys.modules:
             yield import_module(f".{room}", __name__)

@@ -1,11 +1,9 @@
 """Any module: MoE layers of the user's own, named one by one.
 
-A layer keeps its experts in tensors ``[E, ...]`` and computes them by a function of the user's, or it keeps them in an
+A layer keeps its experts in tensors ``[E, ...]`` and computes them by a function of the user's, or in an
 ``nn.ModuleList`` of equal modules. `stack_experts` makes tensors ``[E, ...]`` of such a list, and one of its modules
 then computes every expert, with that expert's weights in the place of its own.
 """
-
-from __future__ import annotations
 
 import inspect
 import logging
@@ -88,11 +86,11 @@ class _Method:
     padding: _RealTokens
 
     def watch(self, see: Callable[[Tensor, int, int], None], clock: ExpertClock) -> Callable[[], None]:
-        """`attaching.description.MoELayer.watch`."""
+        """Let the module's method also show ids ``[T, K]`` to ``see``, timed by ``clock``; return how to undo it."""
         return watch_calls(self.owner, self.layer.run, lambda *given: self.choices(*given)[0], see, clock)
 
     def install(self, parallel: ExpertParallelLayer) -> None:
-        """`attaching.description.MoELayer.install`."""
+        """Replace the module's method by one that checks its arguments and calls ``parallel``."""
         layer, bind = self.layer, inspect.signature(getattr(self.owner, self.layer.run)).bind
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -108,7 +106,8 @@ class _Method:
         setattr(self.owner, layer.run, run)
 
     def choices(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Check ids and weights of a call, and return them as ``[T, K]``; note which tokens are padding."""
+        """Return ids and weights of a call as ``[T, K]``. With ``real_tokens``, keep its mask for the load count; ids
+        of -1 become some expert with weight 0. ValueError: ids are no integers, or the mask is wrong."""
         layer = self.layer
         # Router weights in their place have the same shape, and would be taken for experts 0 and 1 without a word.
         if topk_ids.is_floating_point() or topk_ids.dtype == torch.bool:
@@ -128,21 +127,21 @@ class _Method:
 
 
 def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
-    """Put tensors ``[E, ...]`` in the place of lists of experts, before an optimizer is made. Not collective.
+    """Replace a model's lists of experts by modules with tensors ``[E, ...]``, before there is an optimizer.
 
     The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. A few rows are sent through each
-    expert and through the one module that computes all from now on, and what they give is compared. What is set in that
-    module later (a dropout, a temperature) holds for all. Layers whose experts are stacked already are left alone.
-    Checkpoints of the unstacked model are loaded before this call. Two things differ, and a warning says so: an expert
+    expert and through the one module that computes all experts from now on, and the results are compared. What is set
+    in that module later (a dropout, a temperature) holds for all experts. Layers stacked already are left alone.
+    Load checkpoints of the unstacked model before this call. Two things differ, and rank 0 logs a warning: an expert
     without tokens has no gradient in a list, and optimizers pass it over; in a stack its gradient is zero, and momentum
-    and weight decay go on. And a tensor has a dimension more.
+    and weight decay go on. And a tensor has a dimension more. Not collective.
 
     Args:
         model: whole, not attached.
         layers: as ``attach`` will be given; those with a ``compute`` of their own have nothing to stack.
 
     Raises:
-        AttachError: the experts of a list are not equal modules, compute otherwise, share tensors, or keep buffers;
+        AttachError: the experts of a list are not equal modules, compute other results, share tensors, or keep buffers;
             nothing is changed.
     """
     made = []
@@ -185,14 +184,15 @@ class StackedExperts(nn.Module):
         return functional_call(self._template, dict(zip(self._names, tensors, strict=True)), (rows,))
 
     def compute(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        """A `moe.experts.compute.Compute`: each expert's rows by a call of their own, as the list did it."""
+        """Return results ``[M, D]`` of rows sorted by slot: one call of the template for each slot with rows."""
         of_slots = zip(*(parameter.unbind() for parameter in parameters), strict=True)
         parts = zip(of_slots, rows_MD.split(list(counts_S.known())), strict=True)
         return torch.cat([self._run(tensors, rows) for tensors, rows in parts if rows.shape[0]])
 
 
 def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
-    """Return the named layers of ``model``; AttachError: a wrong name, a list not stacked, no expert tensors."""
+    """Return a `HostModel` with the layers that ``layers`` names, and change nothing. AttachError: a name is wrong or
+    there twice, a list is not stacked, or a module holds other things than tensors ``[E, ...]``."""
     padding = _RealTokens()
     described = tuple(_describe_layer(model, layer, padding) for layer in layers)
     if len({id(layer.experts) for layer in described}) < len(described):
@@ -201,7 +201,7 @@ def describe(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
 
 
 def watched(model: nn.Module, layers: Sequence[MoE]) -> HostModel:
-    """Return the named layers of ``model``, lists of experts stacked or not."""
+    """Return a `HostModel` with the named layers, whose load can be watched only; lists of experts may be unstacked."""
     padding = _RealTokens()
     return HostModel(tuple(_watched_layer(model, layer, padding) for layer in layers), lambda tokens: padding.real_T)
 

@@ -1,8 +1,8 @@
 """Schedules of ``torch.distributed.pipelining``: this rank's stages, attached together.
 
 A schedule runs the forwards and backwards of several micro-batches between two optimizer steps. What that asks of a
-balancer is here: which stages are on this rank, what of a stage would be counted or trained wrongly, no commit inside a
-step, and gradients of copies where a schedule splits its backward or scales what a stage has gathered.
+balancer is here: what of a stage would be counted or trained wrongly, no commit inside a step, and gradients of
+replicas where a schedule splits its backward or scales what a stage has gathered.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def attach(
     ep_group: dist.ProcessGroup | None = None,
     ranks: Ranks | None = None,
 ) -> Balancer:
-    """Spread the experts of this rank's stages, and balance all stages by one plan. Collective: every rank calls it.
+    """Attach this rank's pipeline stages to a balancer that plans all stages together, and return it. Collective.
 
-    As `eplb_runtime.attach` of the stages' modules. Rebalancing is refused while ``schedule.step`` runs, and
-    gradients of copies are right where the schedule splits backwards (``W`` after ``I``) or divides them by the number
-    of micro-batches (``scale_grads``). Inside ``balancer.no_sync()``, ``schedule.step`` brings gradients of copies home
-    once for each stage instead of once a micro-batch.
+    As `eplb_runtime.attach` of the stages' modules. Replace ``schedule.step``: no expert may move while it runs. With
+    replicas, replace methods of the stages, too: gradients of replicas are right where the schedule splits backwards
+    (``W`` after ``I``) or divides gradients by the number of micro-batches (``scale_grads``). Inside
+    ``balancer.no_sync()``, they are added to those of homes once for each stage instead of once a micro-batch.
 
     Args:
         schedule: made of `PipelineStage`\\ s with ``input_args`` and ``output_args``.
         optimizers: one, or several that step once each after ``schedule.step``; None: only ``schedule.eval``.
         layers: for modules of your own, the MoE layers of each stage, in the order of the stages' numbers.
-        config, ep_group: as there; None: all ranks that hold these stages.
-        ranks: what `ranks_of` gives, changed: for a job that is not the world, or another divisor of gradients; in the
-            place of ``ep_group``.
+        config, ep_group: as for `eplb_runtime.attach`; None: all ranks that hold these stages.
+        ranks: in the place of ``ep_group``: what `ranks_of` gives, changed for a job that is not the world, or for
+            another divisor of gradients.
 
     Raises:
         AttachError: as there; or a stage's shapes are not static, or no gradients would reach the stage before.
@@ -71,7 +71,8 @@ def attach(
 
 
 def accompany(schedule: Schedule, balancer: Balancer) -> None:
-    """What a schedule asks of the balancer that its stages are attached to."""
+    """Replace ``schedule.step``: inside it the balancer refuses to move experts. With replicas, also replace methods of
+    the stages, so that gradients of replicas are added to the homes' before a stage scales them."""
     own = schedule.step
 
     @wraps(own)
@@ -88,15 +89,15 @@ def overlap(schedule: ScheduleDualPipeV, balancer: Balancer) -> OverlappedForwar
     """Let DualPipeV run a forward and a backward at once where its table pairs them (``OVERLAP_F_B``), so that one
     computes while the other's tokens travel. Outputs and gradients are those of one after the other, to the bit.
 
-    By default, torch runs the pair one after the other, and nothing is hidden. Collective, after `attach`; for models
-    on a CPU so far.
+    Return what runs the pairs; it is registered with the schedule, whose ``step`` and other methods are replaced. By
+    default, torch runs a pair one after the other. Collective, after `attach`; for models on a CPU so far.
 
     Args:
         schedule: that was attached; any that has ``OVERLAP_F_B`` actions and `register_custom_function`.
 
     Raises:
         AttachError: a stage is wrapped by ``fully_shard``, whose gathering of weights is of one thread.
-        RuntimeError: as of `Balancer.at_once`.
+        RuntimeError: two batches at once are not possible, as in `Balancer.at_once`.
     """
     wrapped = [stage.stage_index for stage in stages_of(schedule) if isinstance(stage.submod, FSDPModule)]
     if wrapped:
@@ -139,7 +140,8 @@ class OverlappedForwardBackward:
         self._channels.both(lambda: self.forward(forward, ctx), lambda: self.backward(backward), turned)
 
     def take_forwards(self) -> None:
-        """Let forwards that are not of a pair run on one of the two streams as well: their backward may be of one."""
+        """Let forwards outside of pairs, and losses, run on one of the two streams, too: their backward may be in a
+        pair. Replace methods of the schedule and its stages for that. Do nothing on a CPU."""
         if not self._channels.streams.on_device:
             return
         # In a backward pass those of replicas are added to gradients that this stream has just written, see below.
@@ -193,13 +195,13 @@ class OverlappedForwardBackward:
 
 
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:
-    """The stages that a schedule has on this rank, and the EP group of all of them."""
+    """Return `Ranks` with the schedule's stages on this rank and ``ep_group``'s ranks (None: `attach` finds them)."""
     ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
     return Ranks(ep=ep, stages=tuple(stage.stage_index for stage in stages_of(schedule)))
 
 
 def stages_of(schedule: Schedule) -> list[PipelineStage]:
-    """Those of this rank, by their numbers."""
+    """Return the schedule's stages on this rank, in ascending order of their numbers."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     return sorted(stages, key=lambda stage: stage.stage_index)  # type: ignore[return-value, arg-type]
 
@@ -232,7 +234,6 @@ def _checked(stage: PipelineStage, has_backward: bool) -> nn.Module:
 
 
 def _bring_copies_home(stage: PipelineStage, balancer: Balancer) -> None:
-    """Let gradients of copies join those of their homes where the stage accumulates and scales them by itself."""
     replicas = balancer.runtime.maps.replicas
     if replicas is None:
         return

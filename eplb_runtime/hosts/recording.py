@@ -1,7 +1,5 @@
 """``record``: the load of a model as it is, with the experts where they are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,12 +29,13 @@ def record(
     layers: Sequence[MoE] | None = None,
     interval: int = 10,
 ) -> Recording:
-    """Write down how many tokens each expert of a model gets, step by step, and change nothing else.
+    """Begin to record how many tokens each expert of a model gets, step by step. Return the open recording, a context
+    manager with ``step()`` and ``close()``. Until it is closed, model and optimizer have hooks; results stay the same.
 
     For a job without a balancer; ``eplb-runtime assess`` and ``simulate`` read it. Written, too: sizes of an expert and
     of its optimizer state, seconds of a step and of rank 0's expert work. Counting is one small kernel a layer; sums
-    over the world and writing happen during training. Padding, recompute and, of a model that is trained, evaluation do
-    not count. Collective: every rank of the world calls it for the same model::
+    over the world and writing happen during training, on a thread. Padding, recompute and, of a model that is trained,
+    evaluation do not count. Collective: every rank of the world calls it for the same model::
 
         with eplb.record(model, "runs/first", optimizer):
             train(model, optimizer)
@@ -45,14 +44,11 @@ def record(
         model: a Hugging Face Transformers (>= 5.18) or Megatron-Core 0.16 model with MoE layers (also in the list that
             ``get_model`` gives), or any module with ``layers``; perhaps in DistributedDataParallel. Attached
             models record by ``BalancerConfig(run=...)``.
-        run: folder; its ``load.jsonl`` gets the series, added to what an earlier start has left.
+        run: folder; rank 0 appends the series to its ``load.jsonl``.
         optimizer: its steps are the steps; None (and with Megatron-Core, whose optimizer is no torch one): call
             ``step()`` of what is returned.
         layers: as for ``attach``; lists of experts need not be stacked.
         interval: steps between two writings; with more than 32 steps, a window is several steps.
-
-    Returns:
-        The recording: ``step()``, ``close()``, a context manager.
 
     Raises:
         AttachError: no MoE layer was found, layers have different numbers of experts, or the folder holds the load of
@@ -123,7 +119,6 @@ def record(
 
 
 def _job(found: HostModel, interval: int) -> RecordedJob:
-    """What is known of the job before its first step."""
     layers = found.layers
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     weights = max((list(layer.experts.parameters()) for layer in layers), key=lambda of: sum(one.nbytes for one in of))

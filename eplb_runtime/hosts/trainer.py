@@ -6,6 +6,7 @@ belongs to the Trainer (batches, losses, schedules, random numbers) stays its ow
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -69,18 +70,22 @@ class BalancedTrainerMixin(_TrainerBase):
         self._resumes_from: Path | None = None
         super().__init__(*arguments, **options)
         if self._is_spread:  # the Trainer, which cannot save the optimizer of such a model, insists on True
+            self.args: Any = copy.copy(self.args)
             self.args.save_only_model = False
         _refuse(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """As the Trainer's. ``resume_from_checkpoint=True`` takes the last checkpoint that is whole."""
+        """Train as the Trainer does. ``resume_from_checkpoint=True``: from the last complete checkpoint of
+        ``output_dir``, which all ranks must see (else ValueError, also where there is none)."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(self._last_whole_checkpoint())
         self._resumes_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         return super().train(resume_from_checkpoint, *arguments, **options)
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
-        """The Trainer's; then the experts are spread, while neither model nor optimizer is wrapped."""
+        """Make the optimizer as the Trainer does, and return it. A model that is not attached yet is attached with it:
+        that sets ``balancer``, closes one of an earlier model, and replaces Accelerate's gradient scaler by ours. On
+        resuming, an optimizer state that was saved without the balancer is loaded first."""
         super().create_optimizer(*arguments, **options)
         if self.model.__dict__.get("_eplb_runtime_balancer") is None or self.balancer is None:
             self._attach()
@@ -125,7 +130,7 @@ class BalancedTrainerMixin(_TrainerBase):
             super()._move_model_to_device(model, device)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """The Trainer's; gradients of copies go home with the last micro-batch of a step."""
+        """Run the Trainer's step and return its loss. Only a step's last micro-batch runs outside of ``no_sync()``."""
         if self.balancer is None or self.accelerator.sync_gradients:
             return super().training_step(*arguments, **options)
         with self.balancer.no_sync():
@@ -141,19 +146,20 @@ class BalancedTrainerMixin(_TrainerBase):
         return grad_norm if grad_norm is not None else self._clip_grad_norm(model, float("inf"))
 
     def end(self) -> None:
-        """The balancer's end, then the Trainer's: process groups are gone afterwards. Collective."""
+        """Close the balancer, then end the Trainer, which destroys the process groups. Collective."""
         if self.balancer is not None:
             self.balancer.close()
         super().end()
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """The Trainer's; lines of training say how even the last measured load was, by the field's names."""
+        """Log as the Trainer does. If ``logs`` have a loss, first add ``moe/...`` to them, the balance of the last
+        measured load by the field's names."""
         if self.balancer is not None and self.balancer.shown is not None and "loss" in logs:
             logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's, where ranks have equally many batches: all take part in every forward."""
+        """Evaluate as the Trainer does. RuntimeError: ranks (asked first) have different numbers of batches."""
         if self.balancer is not None:
             here = [len(dataloader) if has_length(dataloader) else 0]
             batches = self.accelerator.gather(torch.tensor(here, device=self.args.device)).tolist()
@@ -290,7 +296,6 @@ def _step_of(state: Path) -> int:
 
 
 def _refuse(trainer: Any) -> None:
-    """What would go another way than the balancer does; one line, from settings that all ranks have."""
     args = trainer.args
     for name, mend in _NOT_HERE.items():
         if getattr(args, name, False):

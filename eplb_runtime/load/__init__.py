@@ -1,5 +1,4 @@
-"""Measure: count tokens per logical expert on the device, keep a window, sum it over ranks; and check a load, wherever
-it is given."""
+"""Measure the load: count tokens per logical expert, sum the counts over ranks, and check loads, given or counted."""
 
 from typing import Any
 
@@ -11,8 +10,9 @@ MOST_TOKENS = 1e150
 
 
 def checked_load(load: Any, name: str, error: type[ValueError]) -> NDArray[np.float64]:
-    """Return an array, a tensor, lists or a list of tensors as float64 ``[T, L, E]``; ``error`` where it is no array
-    of numbers, is empty, or has a value that is NaN, infinite or negative; its message names the first place."""
+    """Return ``load`` (an array, tensor or nested lists, also of tensors; ``[L, E]`` or ``[T, L, E]``) as a new float64
+    array ``[T, L, E]`` on the CPU; T is 1 for ``[L, E]``. Raise ``error``, with ``name`` in its message: another shape,
+    empty, masked entries, not numbers, a negative, infinite or NaN entry, or numbers too large to add up."""
     if isinstance(load, np.ma.MaskedArray) and np.ma.is_masked(load):
         raise error(f"{name} has masked entries: fill them in (.filled(0) where nothing was counted)")
     layouts = "give [layers, experts] or [windows, layers, experts]"

@@ -1,5 +1,4 @@
-"""Count tokens per logical expert while the model runs, one bucket of history per step, for several, or for all; sum
-them over ranks, on the balancer's own CPU group; and keep what was counted in a checkpoint."""
+"""Count tokens per logical expert while the model runs; sum the counts over ranks; save them in a checkpoint."""
 
 import logging
 from collections import deque
@@ -21,7 +20,7 @@ MAX_BUCKETS = 32
 
 
 def in_recompute() -> bool:
-    """Return whether this runs inside a backward pass, where activation checkpointing repeats the forward."""
+    """Return whether this thread is inside a backward pass, where activation checkpointing repeats the forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -53,8 +52,8 @@ class LoadCounter:
         self.open_steps = self.closed_steps = self.token_bytes = 0
 
     def count(self, layer: int, chosen: Tensor, real_T: Tensor | None = None) -> None:
-        """Add one batch of router choices: ids of logical experts ``[T, K]``, or whether a token goes to each, bool
-        ``[T, E]``; ``real_T`` is False for padding."""
+        """Add a batch of router choices to ``counts[layer]`` on the device. ``chosen``: int64 ids of logical experts
+        ``[T, K]``, or bool ``[T, E]``, True where a token goes. ``real_T``: False for padding, which is left out."""
         if chosen.dtype is torch.bool:
             self.counts[layer].add_((chosen if real_T is None else chosen & real_T[:, None]).sum(dim=0))
             return
@@ -63,7 +62,8 @@ class LoadCounter:
         self._counts[layer].scatter_add_(0, ids, self._one.expand(ids.shape[0]))
 
     def advance(self) -> None:
-        """Close a step: its counts go into the history."""
+        """Close a step: move ``counts`` into the history, set them to zero, and add 1 to ``open_steps`` and
+        ``closed_steps``. A history that is full is dropped first."""
         if self.steps_per_bucket and self.open_steps == len(self._buckets) * self.steps_per_bucket:
             self.open_steps = 0
         before, self.open_steps = self.buckets, self.open_steps + 1
@@ -77,21 +77,21 @@ class LoadCounter:
 
     @property
     def buckets(self) -> int:
-        """Rows of history so far."""
+        """Return the number of buckets, at most `MAX_BUCKETS`, that have counts since the last `take`."""
         return -(-self.open_steps // self.steps_per_bucket) if self.steps_per_bucket else min(self.open_steps, 1)
 
     def peek(self) -> Tensor:
-        """Return the buckets since the last ``take``, int64 ``[T, L, E]``, oldest first, as a copy; they stay."""
+        """Return a copy of the buckets since the last `take`, int64 ``[T, L, E]``, oldest first, on the device."""
         return self._buckets[: self.buckets].clone()
 
     def take(self) -> Tensor:
-        """As `peek`, and starts from zero."""
+        """Return what `peek` returns, and begin a new history: ``open_steps`` is 0 then."""
         buckets = self.peek()
         self.open_steps = 0
         return buckets
 
     def resume(self, buckets: Tensor, steps: int) -> None:
-        """Go on from what another run had counted since its last ``take``; ValueError: it is no history of this one."""
+        """Replace the history by another run's buckets, ``open_steps`` by ``steps``. ValueError: they do not fit."""
         before, self.open_steps = self.open_steps, steps
         if len(buckets) != self.buckets or len(buckets) > len(self._buckets):
             self.open_steps = before
@@ -120,8 +120,8 @@ class HostCopy:
 
 
 def aggregate(buckets: HostCopy, group: dist.ProcessGroup, numbers: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
-    """The load of all ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, and the sums over ranks of a few
-    more numbers, as many on each rank, in the same all-reduce."""
+    """Return the sum of ``buckets`` over the ranks of ``group`` (EP and EDP), int64 ``[T, L, E]`` on the CPU, and the
+    sums of ``numbers``, as many on each rank. Waits for the copy to the host. Collective: one all-reduce."""
     here = buckets.wait()
     total = torch.cat([here.reshape(-1), torch.tensor(numbers, dtype=here.dtype)])
     dist.all_reduce(total, group=group)
@@ -132,7 +132,8 @@ def aggregate(buckets: HostCopy, group: dist.ProcessGroup, numbers: Sequence[int
 def saved_load(
     history: Sequence[NDArray[np.int64]], counter: LoadCounter, summed: Callable[[Tensor], NDArray[np.int64]]
 ) -> dict[str, Any]:
-    """Return what the next decisions look at, JSON-able; buckets are left out where the ranks cannot sum them now."""
+    """Return the history (arrays ``[L, E]``) and a copy of the counter's buckets as a JSON-able dict. ``summed`` adds
+    the buckets up over ranks; if it raises RuntimeError, buckets are left out, and a warning is logged."""
     state: dict[str, Any] = {"steps_per_bucket": counter.steps_per_bucket}
     if history:
         state["history"] = encode(np.stack(history))
@@ -145,8 +146,9 @@ def saved_load(
 
 
 def resume_load(state: Mapping[str, Any], history: deque[NDArray[np.int64]], counter: LoadCounter, share: int) -> None:
-    """Let history and counter go on from what `saved_load` gave. ``share``: 1 on the one rank that takes what all had
-    counted since the last decision, 0 on the others."""
+    """Replace ``history`` and the counter's buckets, in place, by those in a dict of `saved_load`. An empty dict
+    changes nothing, nor does one of another ``steps_per_bucket``, which is logged. ``share``: 1 on the one rank that
+    takes the buckets, 0 on the others, which take zeros. ValueError: the dict cannot be read."""
     if not state:
         return
     if state.get("steps_per_bucket") != counter.steps_per_bucket:

@@ -1,7 +1,6 @@
 """Loads that a user knows before they come (replayed routing, a fixed curriculum): checked, and summed over ranks.
 
-Each rank may declare the tokens of its own batches, or one rank all of them: what ranks declare is added up, as what
-they count is, and only its proportions matter. A load is given as tokens per expert, or as the experts of each token.
+Each rank may declare the tokens of its own batches, or one rank all of them. Only the sum's proportions matter.
 """
 
 from typing import Any
@@ -26,11 +25,9 @@ class DeclaredLoadError(ValueError):
 
 
 def checked_declaration(load: Any, num_layers: int, num_experts: int) -> NDArray[np.float64]:
-    """Return ``load``, as `Balancer.declare` takes it, as float64 ``[T, L, E]`` on the host.
-
-    Raises:
-        DeclaredLoadError: another shape, or values that are no load; all zero; or ids of no expert.
-    """
+    """Return a declared load as tokens of each expert, float64 ``[T, L, E]`` on the host. ``load``: counts ``[L, E]``
+    or ``[T, L, E]``; integers ``[N, L, K]``, the experts of N tokens (-1: padding), for T = 1; or a list of such
+    arrays, joined along T. DeclaredLoadError: another shape, no numbers of tokens, ids of no expert, or only zeros."""
     of_batches = isinstance(load, list | tuple) and len(load) > 0
     of_batches = of_batches and all(isinstance(one, Tensor | np.ndarray) and one.ndim > 1 for one in load)
     found, knows_tokens = [], False
@@ -81,8 +78,8 @@ def _counted(ids_NLK: Tensor, num_experts: int) -> NDArray[np.float64]:
 def summed(
     declared: NDArray[np.float64] | None, shape: tuple[int, int], group: dist.ProcessGroup
 ) -> NDArray[np.float64] | None:
-    """Return what the ranks of ``group`` declared, float64 ``[T, L, E]``, the same on each; None: no rank did.
-    Collective."""
+    """Return the sum over ranks of ``declared`` (None: nothing), float64 ``[T, L, E]``, equal on all; None: no rank
+    declared. Collective. DeclaredLoadError: ranks declared different numbers T of micro-batches, or no token."""
     said = gather_json(None if declared is None else len(declared), group)
     if not (batches := sorted({number for number in said if number is not None})):
         return None

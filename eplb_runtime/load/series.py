@@ -1,10 +1,9 @@
-"""A load series as it is recorded: ``load.jsonl`` in the folder of a run, which only grows, so that a crash costs the
-last line at most.
+"""A load series as it is recorded: ``load.jsonl`` in the folder of a run. It only grows: a crash costs its last line.
 
 Each start of the job begins with ``{"format": "eplb-runtime-load", "version": 1, "layers": L, "experts": E}``. Each
 other line holds windows, oldest first: ``{"steps": training steps of a window, "shape": [T, L, E], "data": ...}``, the
 data being int64, little-endian, compressed by zlib (whose checksum notices what is broken), in base64. Any line may
-also have ``"job"``, fields of `RecordedJob` that are known by then. Who counts and writes is not known here.
+also have ``"job"``, fields of `RecordedJob` that are known by then.
 """
 
 import base64
@@ -56,7 +55,7 @@ class RecordedJob:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield numbers and values of a file's lines; None in the place of one that is no JSON, as a crash leaves it."""
+    """Yield (line number from 1, JSON value) of each line of a file. The value is None for a line that is not JSON."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -66,29 +65,30 @@ def lines_of(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def first_line(num_layers: int, num_experts: int, job: RecordedJob | None = None) -> dict[str, Any]:
-    """Return the line of a start of the job, whose windows are ``[T, L, E]``, and what is known of it by then."""
+    """Return the first line of a start of the job, a dict: format, version, L, E, and the known fields of ``job``."""
     return {"format": FORMAT, "version": 1, "layers": num_layers, "experts": num_experts, **_entry(job)}
 
 
 def line_of(load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> dict[str, Any]:
-    """Return the line of windows, oldest first, of so many training steps each."""
+    """Return a line as a dict: windows ``[T, L, E]``, oldest first, ``steps`` training steps of each, and ``job``."""
     return {"steps": steps, **_entry(job), **encode(load_TLE)}
 
 
 def holds_series(folder: Path) -> bool:
-    """Return whether this is the folder of a run with a recorded load."""
+    """Return whether a folder has a recorded load (``load.jsonl``)."""
     return (folder / NAME).is_file()
 
 
 def shape_recorded(folder: Path) -> tuple[int, int] | None:
-    """Return L and E of the series in a folder; None: there is none."""
+    """Return (L, E) of the series in a folder; None: there is none. FileError: its first line is no header."""
     lines = lines_of(folder / NAME) if holds_series(folder) else iter(())
     return next((_shape_in(line) for _, line in lines if line is not None), None)
 
 
 def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob]:
-    """Return all windows of a run, int64 ``[T, L, E]``, oldest first, the training steps of each, and what the newest
-    start with windows says of the job, by its later lines. What a crash cut off is left out."""
+    """Return all windows of a run, int64 ``[T, L, E]``, oldest first; the training steps of each; and the job by the
+    newest start that has windows (seconds and imbalance: medians over its lines). A line that a crash cut off is left
+    out. FileError: no window, more than 8 GiB, or a line of another format."""
     require_readable(folder / NAME, MOST_BYTES)
     windows: list[NDArray[np.int64]] = []
     steps: list[int] = []
@@ -126,13 +126,13 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
 
 
 def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
-    """int64 ``[T, L, E]`` as JSON; much smaller than lists of numbers. ``level``: of zlib, 1 is quickest."""
+    """Return int64 ``[T, L, E]`` as a JSON-able dict: ``shape`` and ``data`` (zlib of this ``level``, then base64)."""
     data = zlib.compress(np.ascontiguousarray(load, dtype="<i8").tobytes(), level)
     return {"shape": list(load.shape), "data": base64.b64encode(data).decode()}
 
 
 def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> NDArray[np.int64]:
-    """Return what `encode` wrote, at most the newest ``most_windows``; ValueError: it is something else."""
+    """Return the newest ``most_windows``, at most, that `encode` was given. ValueError: damaged, or another L or E."""
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)

@@ -4,11 +4,8 @@
 runs the phases in a row, between two steps; `overlapped.py` runs several rounds at once while training goes on. Until a
 round is committed, live rows belong to training and are only read. What was posted is valid until the next optimizer
 step. In ``commit`` live rows belong to the engine, at the same place of a step on every rank. Every wait has a
-deadline. After an agreement nothing may fail; if something does, the engine is broken on this rank, and every call says
-so.
+deadline. After an agreement nothing may fail; if something does, the engine is broken here, and every call says so.
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging
@@ -57,7 +54,7 @@ class PreparedMigration:
 @dataclass
 class PostedRound:
     """A round in flight: its deadline, why this rank cannot commit it and whether that broke connections, the placement
-    after it, and what makes everything follow that."""
+    after it (``after``), and the function that makes routing and replicas follow that placement (``take_over``)."""
 
     migration: PreparedMigration
     round_: Round
@@ -101,23 +98,24 @@ class MigrationProgress:
 
     @property
     def cause(self) -> str:
-        """Why the rest is dropped; empty: it is not."""
+        """Why the rest of the migration is dropped; "": it is not."""
         return self.verdict.cause
 
     @property
     def committed_layers(self) -> tuple[int, ...]:
-        """Layers that changed."""
+        """Layers that committed rounds have changed, ascending."""
         return tuple(sorted({layer for round_ in self.rounds for layer in round_.layers}))
 
     @property
     def stall_seconds(self) -> float | None:
-        """Part of the pause that does not grow with the bytes; None unless a migration between steps was completed."""
+        """Seconds of the pause that do not grow with the bytes; None: nothing committed, a failure, or overlap."""
         if not (self.rounds and self.seconds) or self.failed_phase is not None:
             return None
         return sum(self.seconds.get(part, 0.0) for part in ("prepare", "post", "maps", "vote"))
 
     def committed(self, step: int, pause_seconds: float, before: Placement) -> RebalanceCommitted:
-        """Return the event that experts have moved, ``pause_seconds`` since the last one."""
+        """Return the event of these commits at ``step``, after a pause of so many seconds. Replicas that were not in
+        the placement ``before`` count as placed."""
         replicas_LRK = self.placement.replicas_LRK
         return RebalanceCommitted(
             step,
@@ -177,30 +175,31 @@ class MigrationEngine:
         self.probe: Probe = unobserved
 
     def reconnect(self, transport: Transport, agreement: Agreement) -> None:
-        """Use new connections after a failure broke the old ones."""
+        """Use a new transport and agreement from here on. Closes the old transport, and frees its staging memory."""
         self.executor.reconnect(transport)
         self._agreement = agreement
 
     def rehearse(self, placement: Placement) -> float:
-        """Measure the seconds of a migration in which nothing moves: ranks compare experts and schedules, and vote.
-        Collective."""
+        """Return the seconds of a migration that moves nothing, after another one to warm up: ranks compare records and
+        placements, and vote. Collective."""
         seconds = 0.0
-        for _ in range(2):  # the first one warms up
+        for number in range(2):  # the first one warms up
             began = time.perf_counter()
             agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self.executor.device)
             self._agreement.check_equal(bytes.fromhex(placement.digest()), "placement")
-            self._agreement.vote_and_record(Ballot("rehearsal"), "", False)
+            self._agreement.vote_and_record(Ballot(f"rehearsal {number}"), "", False)
             seconds = time.perf_counter() - began
         return seconds
 
     def refuse_if_broken(self) -> None:
-        """Raise `MigrationBroken` once this rank has failed after an agreement."""
+        """Raise `MigrationBroken` if ``broken`` is set: this rank has failed after an agreement."""
         if self.broken:
             raise MigrationBroken(self.broken)
 
     def migrate(self, current: Placement, target: Placement, key: str, get_ready: GetReady) -> MigrationProgress:
-        """Take the experts from ``current`` to ``target``, round by round, while training waits. Returns how far they
-        came. Collective, between two steps; MigrationBroken: this rank failed after an agreement.
+        """Move experts from ``current`` to ``target``, round by round, while training waits. Returns the progress: a
+        round that some rank refuses ends the migration. MigrationBroken: this rank failed after an agreement.
+        Collective, between two steps.
 
         Args:
             key: names this migration's decisions.
@@ -241,7 +240,7 @@ class MigrationEngine:
     def progress(
         self, placement: Placement, migration: PreparedMigration | None, done: Sequence[PostedRound]
     ) -> MigrationProgress:
-        """Return the progress that committed rounds make, after which experts are where ``placement`` says."""
+        """Return the progress of the committed rounds ``done``, after which ``placement`` holds. Changes nothing."""
         return MigrationProgress(
             placement,
             rounds=tuple(posted.round_ for posted in done),
@@ -253,9 +252,9 @@ class MigrationEngine:
     def prepare(
         self, current: Placement, target: Placement, formats: Formats | None = None
     ) -> tuple[PreparedMigration | None, Verdict]:
-        """Agree on rounds with all ranks, and reserve their memory, so that a rank fails before any waits for its
-        bytes. With ``formats``, for overlap, each round has one layer. Returns None and the verdict if there is no
-        migration. Collective."""
+        """Agree with all ranks on a migration's rounds, and reserve memory for them. Returns the migration and the
+        verdict; None and why, if records or schedules differ or a rank fails (with a warning in its log). Collective.
+        ``formats``: of `formats_of`, for overlap: each round has one layer then; None: they are read here."""
         self.refuse_if_broken()
         with self._timed("prepare"), self._on_device():
             layers, overlapped = layers_that_differ(current, target), formats is not None
@@ -282,12 +281,12 @@ class MigrationEngine:
         return PreparedMigration(schedule, records, current), verdict
 
     def in_flight_bytes(self, schedule: TransferSchedule) -> int:
-        """Bytes that a rank may receive in rounds in flight together; the same on every rank."""
+        """Return the most bytes that a rank receives in rounds in flight together; the same on every rank."""
         return max(self.bytes_per_step, int(schedule.load.max(initial=0)))
 
     def post(self, migration: PreparedMigration, round_: Round) -> PostedRound:
-        """Begin to exchange the experts of a round; live rows are read until it has arrived. A rank that fails says so
-        in `vote`."""
+        """Begin to exchange the experts of a round, and return the round in flight. Live rows are read until it has
+        arrived. A failure is noted in ``problem``, and makes this rank vote no."""
         self.refuse_if_broken()
         posted = PostedRound(migration, round_, time.monotonic() + self._timeout)
         with self._timed("post"), _noting_problems(posted):
@@ -296,14 +295,15 @@ class MigrationEngine:
         return posted
 
     def has_arrived(self, posted: PostedRound) -> bool:
-        """Whether `arrive` would return without waiting for bytes. Never raises: a failure is noted for the vote."""
+        """Return whether `arrive` would not wait for bytes; a failure is noted in ``posted``, not raised: True."""
         with _noting_problems(posted):
             return posted.exchange.pending is None or bool(posted.problem) or posted.exchange.pending.poll()
         return True
 
     def arrive(self, posted: PostedRound, get_ready: GetReady, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait for a round until its deadline, verify it, and prepare its placement. On any thread; ``meanwhile`` is
-        called now and then."""
+        """Wait for a round until its deadline, compare checksums, and set ``posted.after`` (the placement after it) and
+        ``take_over``; a failure is noted for the vote instead. ``meanwhile`` is called during the wait. On any
+        thread."""
         self.refuse_if_broken()
         migration, exchange = posted.migration, posted.exchange
         with self._on_device():
@@ -327,8 +327,8 @@ class MigrationEngine:
                     exchange.pending.wait(posted.deadline)  # its memory will be used again
 
     def vote(self, posted: PostedRound, ballot: Ballot) -> Verdict:
-        """Vote on a round that has arrived. Collective, on any thread; MigrationBroken: the result of this rank's yes
-        is lost."""
+        """Vote on a round that has arrived, and return the verdict of all ranks. Collective, on any thread.
+        MigrationBroken: this rank said yes, and cannot learn the verdict."""
         self.refuse_if_broken()
         with self._timed("vote"), self._on_device(), self._broken_by_doubt():
             verdict = self._agreement.vote_and_record(ballot, posted.problem, posted.timed_out)
@@ -337,13 +337,13 @@ class MigrationEngine:
         return verdict
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
-        """Refuse a round, if this rank still may, and return what all ranks do with it. On any thread; ``votes``:
-        another thread of this rank takes part in the vote."""
+        """Vote no on a round, unless this rank has said yes; return the verdict of all. On any thread. ``votes`` False:
+        take no part in the vote, and close the control group's connections. MigrationBroken: as in `vote`."""
         with self._broken_by_doubt():
             return self._agreement.refuse(ballot, verdict, votes=votes)
 
     def commit(self, posted: PostedRound, layer: int) -> None:
-        """Copy a layer's staged experts into its live slots, in place; only after all ranks agreed."""
+        """Copy a layer's staged experts into its live slots, and mark its gradients stale. After all ranks agreed."""
         with self.unfailing(), self._timed("commit", layer):
             self.probe(Phase.COMMITTING, layer)
             record_format = posted.migration.records.formats.get(layer)
@@ -352,7 +352,7 @@ class MigrationEngine:
                 self._registry.mark_gradients_stale(layer)
 
     def finish(self, posted: PostedRound) -> None:
-        """Switch routing and replicas to a round's placement, after `commit` of all its layers."""
+        """Switch routing and replicas to a round's placement, after `commit` of its layers. Clears autocast's cache."""
         with self.unfailing():
             with self._timed("maps"):
                 posted.take_over()
@@ -361,7 +361,8 @@ class MigrationEngine:
 
     @contextlib.contextmanager
     def unfailing(self, what: str = _MISPLACED) -> Iterator[None]:
-        """Enclose work after an agreement of all ranks: a failure inside makes this rank differ from them for good."""
+        """Enclose work after an agreement of all ranks. An error inside sets ``broken``, is logged, and becomes
+        MigrationBroken. ``what``: the start of that message."""
         self.refuse_if_broken()
         try:
             yield
@@ -379,8 +380,8 @@ class MigrationEngine:
 
     @contextlib.contextmanager
     def all_or_nothing(self, ballot: Ballot) -> Iterator[None]:
-        """Enclose a vote and its consequences. After an interruption (Ctrl-C) past this rank's yes, no rank knows
-        whether the others have committed: the engine is broken then."""
+        """Enclose a vote and the commit. An error or Ctrl-C inside, once this rank has said yes, sets ``broken``:
+        whether the others have committed is unknown."""
         try:
             yield
         except BaseException:
@@ -409,7 +410,7 @@ class MigrationEngine:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def wait_for_device(self) -> None:
-        """Wait until the device has done all queued work."""
+        """Wait until the GPU has done all queued work; nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -426,6 +427,6 @@ def _noting_problems(posted: PostedRound) -> Iterator[None]:
 
 
 def layers_that_differ(current: Placement, target: Placement) -> list[int]:
-    """Layers in which some slot has different experts."""
+    """Return the layers whose slots hold different experts in two placements, ascending."""
     layers: list[int] = np.flatnonzero((current.physical_to_logical != target.physical_to_logical).any(axis=1)).tolist()
     return layers

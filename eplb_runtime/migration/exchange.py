@@ -1,12 +1,8 @@
-"""The bytes of a migration: ranks agree on records, then each sends and stages experts, compares checksums, and copies
-them at the commit.
+"""The bytes of a migration: ranks agree on records; each stages experts, compares checksums, and commits.
 
 A record is what moves with an expert of a layer. With pipelines a rank holds some of the layers, yet all ranks compute
-the same rounds, so they exchange a few words a layer. Until the commit staged memory belongs to this file, and live
-rows are only read.
+the same rounds, so they exchange a few words a layer. Until the commit live rows are only read.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
@@ -53,8 +49,8 @@ class Records:
 
 
 def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int, RecordFormat], str]:
-    """Return formats of the records of those layers that are here, and why there are none. It reads the optimizers'
-    state, so nothing may train meanwhile."""
+    """Return the record formats of those of ``layers`` that this rank holds, and "". If one cannot be exchanged: an
+    empty dict, and why; no error is raised. Optimizers' state is read, so nothing may train meanwhile."""
     try:
         held = set(registry.layers)
         tensors = {layer: registry.of_home(layer) for layer in layers if layer in held}
@@ -81,7 +77,8 @@ def formats_of(registry: ExpertTensors, layers: Sequence[int]) -> tuple[dict[int
 def agree_on_records(
     num_layers: int, found: tuple[Mapping[int, RecordFormat], str], agreement: Agreement, device: torch.device
 ) -> tuple[Records | None, Verdict]:
-    """Agree on the records of the layers that are to change; None if there are none. Collective; never raises."""
+    """Compare ``found``, of `formats_of`, over all ranks. Returns all layers' records and a verdict to commit; None and
+    a verdict with the cause if a rank has a problem or ranks differ. Collective."""
     formats, problem = found
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
     mine_L5 = np.zeros((num_layers, 5), dtype=np.int64)
@@ -115,7 +112,7 @@ def _digest(record_format: RecordFormat, device: torch.device) -> bytes:
 
 
 def segments_of(record: Record, device: torch.device) -> list[Segment]:
-    """Messages of a record, in the order of its bytes."""
+    """Return the messages of a record, in byte order: large shards go from their place, small neighbours packed."""
     found: list[tuple[bool, list[Shard]]] = []
     for shard in record.shards:
         direct = shard.memory.nbytes >= DIRECT_BYTES and _can_send_rows(shard, device)
@@ -136,7 +133,7 @@ def _can_send_rows(shard: Shard, device: torch.device) -> bool:
 
 
 def packed_bytes(runs: Sequence[Segment]) -> int:
-    """Bytes of a record that are copied before they are sent."""
+    """Return how many bytes of these segments are packed, that is copied before they are sent."""
     return sum(run.end - run.first for run in runs if not run.direct)
 
 
@@ -151,7 +148,7 @@ class RankTransfer(NamedTuple):
 
 
 class StagedTransfer(NamedTuple):
-    """A record from another rank, or a piece of one, staged until the commit: its bytes, the live memory that it goes
+    """A record from another rank, or a piece of it, staged until the commit: its bytes, the live memory that they go
     to, and its bytes by message."""
 
     transfer: Transfer
@@ -187,13 +184,13 @@ class Arena:
         self._used = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for a round of so many bytes; allocates only if the buffer is too small."""
+        """Make room for a round of so many bytes. Allocates, and frees the old buffer, only if that is too small."""
         if nbytes > self.memory.shape[0]:
             self.forget()  # not the old and the new at once
             self.memory = self._empty(nbytes)
 
     def forget(self) -> None:
-        """Free the memory."""
+        """Free the buffer; its size is 0 then."""
         self.memory = self._empty(0)
 
     def restart(self) -> None:
@@ -223,7 +220,7 @@ class RoundExecutor:
 
     @property
     def device(self) -> torch.device:
-        """Device of the messages."""
+        """Device of the messages, which is the transport's."""
         return self.transport.device
 
     def reconnect(self, transport: Transport) -> None:
@@ -233,7 +230,7 @@ class RoundExecutor:
             arena.forget()  # it was the old one's memory; the next migration reserves the new one's
 
     def free_memory(self) -> int:
-        """Free all memory for experts in flight; the next migration reserves its own. Returns its bytes."""
+        """Free all staging memory, and return its bytes. The next migration reserves its own."""
         nbytes = sum(arena.memory.nbytes for arena in self._arenas)
         for arena in self._arenas:
             arena.forget()
@@ -241,16 +238,16 @@ class RoundExecutor:
 
     @property
     def memory(self) -> list[Tensor]:
-        """Memory of experts in flight."""
+        """The three staging buffers: for arriving and leaving experts, and a spare row."""
         return [arena.memory for arena in self._arenas]
 
     def close(self) -> None:
-        """Release the transport and its group. Nothing is sent any more."""
+        """Close the transport, and delete ``transport``: nothing is sent any more. Not to be called twice."""
         self.__dict__.pop("transport").close()
 
     def reserve(self, schedule: TransferSchedule, records: Records, at_once: int | None = None) -> None:
-        """Reserve memory for the largest round, or for ``at_once`` bytes: arriving records, packed ones that leave, one
-        spare row."""
+        """Make the staging buffers (arriving records, packed leaving ones, a spare row) large enough for the largest
+        round; with ``at_once`` (overlap), for all rounds or so many bytes, whichever is less."""
         arriving, leaving = (np.zeros(schedule.num_rounds, dtype=np.int64) for _ in range(2))
         spare, transfers = 0, schedule.transfers[self._concerns(schedule.transfers[:, 3:])]
         leaves_M, arrives_M = (self._home_rows.rank_of(transfers[:, 3:]) == self._ep_rank).T
@@ -276,14 +273,14 @@ class RoundExecutor:
         self._spare.reserve(spare)
 
     def restart(self) -> None:
-        """Free the staged memory for the next round."""
+        """Let the next round use the staging buffers from their start again. Frees nothing."""
         self._arrivals.restart()
         self._departures.restart()
 
     @torch.no_grad()
     def post(self, round_: Round, records: Records, exchange: RoundState) -> None:
-        """Begin to exchange the experts of a round. If it fails here nothing more is posted until `reconnect`: others
-        wait for the rest of it, and messages of a later round would arrive in its place."""
+        """Begin to exchange a round's experts, and fill ``exchange``. If that fails, this and later calls raise until
+        `reconnect`: other ranks wait for the rest, and messages of a later round would arrive in its place."""
         if not self._posts_whole:
             raise TransportError("an earlier round was not posted as a whole")
         self._posts_whole = False
@@ -302,8 +299,7 @@ class RoundExecutor:
         self._posts_whole = True
 
     def difference(self, exchange: RoundState) -> str:
-        """Hash what has arrived; name the first expert whose checksum changed on the way, "" for none. Only here the
-        host waits for flags."""
+        """Hash the experts that arrived, and return a line on the first with another checksum than sent; "": none."""
         if not exchange.staged:
             return ""
         sums_of = {peer: iter(sums.view(-1, CHECKSUM_BYTES)) for peer, sums in exchange.sent_checksums.items()}
@@ -319,7 +315,7 @@ class RoundExecutor:
 
     @torch.no_grad()
     def commit(self, exchange: RoundState, layer: int, record_format: RecordFormat) -> None:
-        """Copy a layer's staged records into its live slots, in place. Allocates nothing."""
+        """Write a layer's staged records, and its moves in this rank, to its live slots. Allocates nothing."""
         within = [
             (self._home_rows.row_of(t.source_slot), self._home_rows.row_of(t.destination_slot))
             for t in exchange.within
@@ -344,8 +340,7 @@ class RoundExecutor:
                 yield from self._shipments(transfer, records.formats[transfer.layer])
 
     def _shipments(self, transfer: Transfer, record_format: RecordFormat) -> Iterator[RankTransfer]:
-        """What of a transfer concerns this rank: all of it, or pieces from and to several of those that hold the same
-        experts."""
+        """What of a transfer concerns this rank: all of it, or pieces from and to ranks that hold the same experts."""
         slots, rows = (transfer.source_slot, transfer.destination_slot), self._home_rows
         (first_of_source, source_row), (first_of_destination, destination_row) = (
             (int(rows.rank_of(slot)) * rows.holders, int(rows.row_of(slot))) for slot in slots
@@ -361,8 +356,7 @@ class RoundExecutor:
                 yield RankTransfer(transfer, source, destination, leaves, arrives)
 
     def _expect(self, own: Sequence[RankTransfer], records: Records, exchange: RoundState) -> list[Message]:
-        """Return messages of experts that arrive here, and of their checksums. Notes moves within the rank, and reads
-        pieces of them."""
+        """Return messages of experts that arrive here, and of checksums. Notes moves in this rank, and reads pieces."""
         receives: list[Message] = []
         for transfer, source, _, leaves, target in own:
             if target is None:
@@ -408,9 +402,9 @@ class RoundExecutor:
 
 
 def chains_of(moves: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return moves ``(from, to)`` between slots of one rank as chains that overwrite nothing before it is read. A chain
-    whose last move ends where its first began is a ring: that slot's content is saved before, and is what the last move
-    writes."""
+    """Return moves ``(from, to)`` between slots of one rank as chains, each to be carried out front to back, so that
+    nothing is overwritten before it is read. In a ring (the last move starts where the first ends), save that slot
+    first: the last move writes its old content."""
     source_of = {to: source for source, to in moves}
     read = {source for source, _ in moves}
     chains = []

@@ -13,8 +13,6 @@ orders on two ranks can keep both waiting. There the thread that trains posts al
 the collectives of two steps on every rank; the other thread only receives them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -125,8 +123,8 @@ class Overlapped:
         self._pause = 0.0
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
-        """Prepare a migration while training goes on; at the end of a step, on every rank. ``key`` names its
-        decisions."""
+        """Set ``in_flight``, read the record formats, and prepare the migration on the control thread. On every rank,
+        at the end of a step. ``key`` names its decisions."""
         self._forget()
         self.in_flight = True
         self._key, self._current, self._target = key, current, target
@@ -134,8 +132,9 @@ class Overlapped:
         self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """Return what the step that is over has committed, and post what overlaps with the next one. On every rank, at
-        the end of each step after the one of `begin`: the preparation overlaps with the first."""
+        """End the rounds of the step that is over (`withdraw`), post those of the next (``hold_back``: none), and
+        return what was committed. If that ends the migration, wait for the thread. On every rank, at the end of each
+        step after that of `begin`."""
         with self._training_waits():
             self.withdraw()
             progress = self._close_rounds() if self._flights else self._open_rounds()
@@ -145,8 +144,7 @@ class Overlapped:
         return self._report(progress, has_ended)
 
     def drain(self) -> MigrationProgress:
-        """Drop the rest on every rank, and return what was committed since the last call. The thread is done with it
-        then."""
+        """End the migration: `withdraw` its rounds, wait for the thread, and return the commits since last asked."""
         self.withdraw()
         return self._report(self._committed(), True)
 
@@ -161,40 +159,41 @@ class Overlapped:
         return replace(progress, pause_seconds=pause)
 
     def abandon(self) -> None:
-        """Stop the thread's wait for training."""
+        """Let the control thread vote at once: it no longer waits for a forward of the model."""
         self._gate.set()
 
     def forward_begins(self) -> None:
-        """Let ranks vote, since a forward of the model begins: nothing writes experts from here on."""
+        """Let ranks vote as a forward of the model begins, but refuse rounds whose experts have been written."""
         if self._flights and not self._gate.is_set():
             with self._training_waits():
                 self._open_gate()
 
     def before_layer(self, layer: int) -> None:
-        """Commit the rounds of a layer that have arrived, since its forward begins. On every rank that holds the
-        layer."""
+        """Commit a layer's rounds for which all ranks have voted, as its forward begins. Waits up to each round's
+        ``patience``, then refuses it as late. On every rank that holds the layer."""
         if self._flights:
             with self._training_waits():  # two batches may run at once
                 self._open_gate()
                 self._resolve_here("its experts were not there when its forward began", (layer,), waits=True)
 
     def forward_ends(self, layers: Collection[int]) -> None:
-        """Count as late what is not committed when a forward has ended, or failed: from here on anybody may write
-        experts. On every rank that holds these layers."""
+        """Commit these layers' rounds for which all ranks have voted, and refuse the others as late: from here on
+        anybody may write experts. On every rank that holds the layers."""
         if self._flights and self._gate.is_set():
             with self._training_waits():
                 self._resolve_here("a forward ended without it", layers)
 
     def withdraw(self) -> None:
-        """Commit nothing more in this step: experts are about to be written, or to stay. On every rank, at the same
-        place."""
+        """Commit this step's rounds for which all ranks have voted, and refuse the others as late: experts are about to
+        be written, or to stay. On every rank, at the same place."""
         if self._flights:
             with self._training_waits():
                 self._resolve_here("no forward of it came before the end of the step")
                 self._gate.set()
 
     def current_placement(self) -> Placement:
-        """The placement with all commits so far, each round an epoch. On every rank, at the same place."""
+        """Return the placement after all commits so far, each an epoch. Waits for the verdict on layers that other
+        ranks hold, and refuses a round that has none in time. On every rank, at the same place."""
         for flight in self._flights:
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
                 patience = self._timeout + A_LITTLE_SECONDS
@@ -219,8 +218,7 @@ class Overlapped:
                 self._pause = before + time.perf_counter() - began
 
     def _open_gate(self) -> None:
-        """Let ranks vote, after a check that the experts in flight were not written or replaced. The forward that
-        begins writes no experts."""
+        """Let ranks vote. Rounds whose experts were written or replaced since they were sent are refused before."""
         if self._gate.is_set():
             return
         name = self._written()
@@ -470,11 +468,12 @@ def next_rounds(
     open_: Mapping[int, Sequence[Round]], nbytes: Sequence[int], late: Mapping[int, int], most: int
 ) -> tuple[list[Round], bool]:
     """Return the rounds that overlap with the next step, in the order in which they travel, and whether training waits
-    for them; the same on every rank. Of each layer's ``open_`` rounds the first can travel; forwards of later layers
-    leave more time. One that was ``late`` by itself is waited for, when no other is left.
+    for them; the same on every rank. Takes the first of each layer's ``open_`` rounds, from the last layer on, as later
+    forwards leave more time. Layers that were ``late`` alone are left out; if only such are left, the last one's round
+    is taken and waited for.
 
     Args:
-        nbytes: of each round, one at least: half of none is as many rounds, and none would ever be by itself.
+        nbytes: of each round, at least 1.
         most: bytes that may travel, but one round in any case.
     """
     taken: list[Round] = []
@@ -487,6 +486,6 @@ def next_rounds(
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """Some elements of a tensor as bytes: they show a write through ``.data``, which leaves no version."""
+    """Return a copy of about 64 elements of a tensor, as uint8. It shows writes that ``_version`` does not count."""
     flat = (tensor if tensor.is_contiguous() else tensor[:1]).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)].clone().view(torch.uint8)

@@ -9,8 +9,6 @@ holds more than one staged expert for it.
 Shape suffixes: M moves of all layers, sorted by layer; L layers; N cycles; R ranks of all groups of ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Transfer of an expert with its state from its home slot to its next one; on one rank a copy, made at the
-    commit."""
+    """Transfer of an expert with its state from its home slot to its next one; a copy at the commit if in one rank."""
 
     layer: int
     expert: int
@@ -54,7 +51,7 @@ class Round:
     finished: tuple[int, ...]
 
     def moved(self, home_rows: HomeRows) -> int:
-        """Number of experts that change their rank."""
+        """Return the number of experts that change their rank."""
         return int(np.not_equal(*home_rows.rank_of(self.transfers[:, 2:]).T).sum())
 
 
@@ -91,7 +88,8 @@ class TransferSchedule:
         return int(self.last_round.max(initial=-1)) + 1
 
     def after(self, placement: Placement, round_: Round) -> Placement:
-        """Return the placement after a round, one epoch further: an epoch names one placement."""
+        """Return the placement that a round makes of ``placement``: homes moved, and replica slots changed or emptied.
+        Its epoch is one more; after the last round it is at least the target's."""
         map_LP, home_LE = placement.physical_to_logical.copy(), placement.require_homes().copy()
         layer, expert, _, slot = round_.transfers.T
         map_LP[layer, slot] = expert
@@ -114,7 +112,7 @@ class TransferSchedule:
         map_LP[layer[transfer], slots[transfer, replica]] = EMPTY
 
     def digest(self) -> bytes:
-        """16 bytes, equal on two ranks when they send and expect the same experts in the same order."""
+        """Return 16 bytes, equal on two ranks when they send and expect the same experts in the same order."""
         hasher = hashlib.blake2b(self.target.digest().encode(), digest_size=16)
         for array in (self.transfers, self.last_round, self.load):
             hasher.update(array.astype("<i8").tobytes())
@@ -130,7 +128,7 @@ def make_schedule(
     by_layer: bool = False,
     parts: int = 1,
 ) -> TransferSchedule:
-    """Compute the rounds from ``current`` to ``target``, both in the home layout.
+    """Return the rounds that move experts from ``current`` to ``target``, both in the home layout.
 
     Homes travel. Replica slots only change their map, since replicas are refreshed from their homes after every
     optimizer step and every commit. In a round no rank receives more than the budget: ``budget_bytes``, or the largest
@@ -184,10 +182,10 @@ def _in_order(keys: Ints) -> Ints:
 
 
 def cut_into_permutations(first_L: Ints, source_M: Ints, destination_M: Ints, num_ranks: int) -> Ints:
-    """Return the cycle of each move, int64 ``[M]``, numbered over all layers, permutation by permutation. A layer's
-    moves are coloured so that in one colour no rank sends or receives twice, with as many colours as its busiest rank
-    has moves, one by one along alternating paths (Koenig's theorem on bipartite multigraphs); ranks with fewer moves
-    are filled up with experts that stay."""
+    """Return the cycle of each move, int64 ``[M]``, numbered over all layers. Layer l has the moves ``first_L[l]`` to
+    ``first_L[l + 1]``. They are coloured so that in one colour no rank sends or receives twice, with as many colours as
+    its busiest rank has moves, one by one along alternating paths (Koenig's theorem on bipartite multigraphs); experts
+    that stay fill up ranks with fewer moves."""
     source, destination = source_M.tolist(), destination_M.tolist()
     cycle = [-1] * len(source)
     cycles = 0
@@ -289,16 +287,16 @@ def _first_fit(cycle_M: Ints, size_M: Ints, rank_M: Ints, num_ranks: int, budget
 def follow_slots(
     first_L: Ints, expert_M: Ints, round_M: Ints, home_LE: Ints, target_LE: Ints, slots_per_rank: int, round_L: Ints
 ) -> Ints:
-    """Where experts go, slot by slot, so that every round leaves a whole placement behind.
+    """Return where experts go, slot by slot, so that every round leaves a whole placement behind.
 
-    An expert from another rank takes its last slot at once; one that is there and stays for now makes room by taking
-    a slot that has been left. In a layer's last round everybody else takes the last slot too.
+    An expert from another rank takes its last slot at once; one that is there and stays for now makes room by taking a
+    slot that has been left. In a layer's last round everybody else takes the last slot too.
 
     Args:
         first_L: int64 ``[L + 1]``, where each layer's moves begin; within a layer they are sorted by round.
         expert_M, round_M: the moves between ranks.
         home_LE, target_LE: home slots before and after.
-        round_L: of layers in which experts change slots within ranks alone.
+        round_L: the round of each layer in which experts change slots within ranks alone.
 
     Returns:
         int64 ``[T, 5]``, rows ``(round, layer, expert, slot before that round, slot after it)``, also within a rank.

@@ -4,8 +4,6 @@ The first batch of each variant of a kernel is computed by plain torch, too. One
 is reported in one line of the log, and torch is used from then on.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """One expert-parallel MoE layer: count -> slots -> plan -> dispatch -> compute -> combine, for experts of any
 framework; or count and slots alone, where the framework does the rest."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,23 +117,25 @@ class ExpertParallelLayer(CountedLayer):
                 route = self._slots(topk_ids_TK, *found) if metadata is None else None
             dispatcher = self._dispatcher.carrier(hidden_TD, topk_weights_TK)
             begin = self.expert_clock.mark() if self.expert_clock.on and training else None
-            with phase("dispatch", "F", index, epoch):
-                metadata = metadata if route is None else dispatcher.plan(*route)
-                dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
-            with phase("compute", "F", index, epoch), self._one_at_a_time:
-                out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
-            with phase("combine", "F", index, epoch):
-                learns, given = torch.is_grad_enabled() and out_MD.requires_grad, (topk_ids_TK, dispatched.metadata)
-                in_flight = None if repeated else self._in_flight.track(*given, learns, training)
-                combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
-            if begin is not None:
-                self.expert_clock.forward_ends(begin)
+            try:
+                with phase("dispatch", "F", index, epoch):
+                    metadata = metadata if route is None else dispatcher.plan(*route)
+                    dispatched = dispatcher.dispatch(hidden_TD, topk_weights_TK, metadata)
+                with phase("compute", "F", index, epoch), self._one_at_a_time:
+                    out_MD = self._experts(dispatched.rows_MD, dispatched.counts_S, dispatched.weights_M)
+                with phase("combine", "F", index, epoch):
+                    learns, given = torch.is_grad_enabled() and out_MD.requires_grad, (topk_ids_TK, dispatched.metadata)
+                    in_flight = None if repeated else self._in_flight.track(*given, learns, training)
+                    combined_TD = dispatcher.combine(out_MD, dispatched, in_flight)
+            finally:  # a repeated forward is left as soon as what backward needs is there
+                if begin is not None:
+                    self.expert_clock.forward_ends(begin)
             return combined_TD
 
     @torch.compiler.disable
     def see(self, topk_ids_TK: Tensor, columns: int, top_k: int) -> None:
-        """Begin a forward of the host's own module, in which nothing is dispatched: check the ids, call ``before`` and
-        count the load. A repeated forward does nothing. ``columns``: of the hidden states; ``top_k`` is not used."""
+        """Begin a forward of the host's own module, if it repeats none: call ``before``, count it and (in evaluation if
+        ``counts_in_evaluation``) its load. ``columns``: hidden width; ``top_k``: unused. ValueError (CPU): bad ids."""
         if not in_recompute():
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
 
@@ -212,9 +212,9 @@ class HostDispatchedLayer(CountedLayer):
     @torch.compiler.disable
     def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:
         """Begin a forward of a host that itself carries rows to their slots, and return the epoch. Set the forward's
-        tag; unless the forward is repeated, call ``before`` and count the load (in evaluation if
-        ``counts_in_evaluation``). ``chosen``: ids or bools, as `LoadCounter.count` takes them. ``real_T``: False for
-        padding; None: no padding."""
+        tag; unless the forward is repeated, call ``before``, count the forward and (in evaluation if
+        ``counts_in_evaluation``) its load. ``chosen``: ids or bools, as `LoadCounter.count` takes them. ``real_T``:
+        False for padding; None: no padding."""
         epoch = self._enter()
         if not in_recompute():
             self.before(self.index)

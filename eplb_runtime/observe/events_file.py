@@ -6,8 +6,6 @@ to work out from an event (the load of each rank, what no balancer would have ha
 only grows, and a crash costs its last line; each start of the job begins with its record and where its experts are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -54,7 +52,7 @@ def job_record(
     now: float,
     layers_of_stage: Sequence[int] = (),
 ) -> Record:
-    """Return what a job is, and where its experts are at the start.
+    """Return the record ``JobAttached`` of a job: its sizes, topology and settings, and its placement at the start.
 
     Args:
         topology: of one EP group; ``world_size``: ranks of the job.
@@ -86,7 +84,9 @@ def job_record(
 
 
 def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.float64] | None = None) -> Record:
-    """An event as a record. Takes a few milliseconds for a large model: not for the training thread.
+    """Return an event as a record: its fields, ``time``, placement and transfers of a commit, and what is worked out of
+    a measured load: tokens of each rank, imbalance (also with the placement ``start``) and MaxVio of each layer. Takes
+    a few milliseconds for a large model: not for the training thread.
 
     Args:
         start: where the experts would stand without a balancer.
@@ -119,12 +119,12 @@ def record_of(event: Event, start: Placement, now: float, speed_R: NDArray[np.fl
 
 
 def slots_of(placement: Placement) -> NDArray[np.int64]:
-    """int64 ``[1, L, P]``."""
+    """Return the logical expert in each slot of a placement, int64 ``[1, L, P]``; -1: the slot is empty."""
     return placement.physical_to_logical[None].astype(np.int64)
 
 
 def max_violation(load_TLE: NDArray[np.int64]) -> NDArray[np.float64]:
-    """MaxVio of each layer, float64 ``[L]``: max / mean - 1 of the experts' loads, mean over rows with tokens.
+    """Return MaxVio of each layer, float64 ``[L]``: max / mean - 1 of the experts' loads, mean over rows with tokens.
 
     It is a property of the router: no placement changes it. Source: Wang et al., "Auxiliary-Loss-Free Load Balancing
     Strategy for Mixture-of-Experts", 2024, where a row is a batch.
@@ -191,13 +191,9 @@ class LineFile:
             raise
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Add a line, arrays in it as `to_json` has them; it is with the operating system when this returns, whatever
-        becomes of the process.
-
-        Raises:
-            OSError: it cannot be written (a full disk); what is half written is taken back.
-            FileError: another process has begun to write to this file.
-        """
+        """Append a line as JSON, arrays as `to_json` has them; it is with the operating system when this returns.
+        OSError: it cannot be written (a full disk); what is half written is taken back. FileError: another process has
+        begun to write to this file."""
         if os.fstat(self._descriptor).st_size != self._size:
             raise FileError(f"another job writes to {self._path} now")
         self._append(json.dumps(to_json(line)).encode() + b"\n")
@@ -219,14 +215,9 @@ class LineFile:
 
 
 def read_events(run: Path) -> list[Record]:
-    """Return all records of a run that are left, oldest first, also while it is written.
-
-    Lines that a crash cut off or that are no record of ours are left out.
-
-    Raises:
-        FileError: there is no log, or one of another kind or a later version.
-        OSError: it cannot be read.
-    """
+    """Return all records of a run's log, oldest first, also while it is written. Lines that a crash cut off or that are
+    no record of ours are left out. FileError: no log, or one of another kind or a later version. OSError:
+    unreadable."""
     if not (run / NAME).exists():
         raise FileError(f"{run} is no folder of a run: it has no {NAME} (BalancerConfig(run=...) writes one)")
     found: list[Record] = []
@@ -241,16 +232,12 @@ def read_events(run: Path) -> list[Record]:
 
 
 def to_json(record: Mapping[str, Any]) -> Record:
-    """Return a record without arrays in it, as a line of the log holds it."""
+    """Return a copy of a record with its arrays as JSON-able dicts (`encode`), as a line of the log holds it."""
     return {name: encode(value, level=1) if isinstance(value, np.ndarray) else value for name, value in record.items()}
 
 
 def from_json(line: Any) -> Record:
-    """Return what `to_json` made.
-
-    Raises:
-        RecordError: it is something else.
-    """
+    """Return the record that a line of the log holds, with its arrays. RecordError: the line is no record."""
     if not isinstance(line, dict) or not isinstance(line.get("event"), str):
         raise RecordError("not an event")
     for name in ("time", "step"):

@@ -4,8 +4,6 @@ Labels are layers, ranks and words from short lists, never texts. Overload facto
 MaxVio as in the paper on balancing without an auxiliary loss, balancedness as serving engines have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +36,7 @@ class Metric(NamedTuple):
 
 
 def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 0) -> list[Metric]:
-    """Return all metrics of a run; their names are the same from the first scrape on.
+    """Return all metrics of a run. Their names are the same from the first scrape on. Takes the state's lock.
 
     Args:
         now: seconds since 1970.
@@ -57,12 +55,14 @@ def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 
 
 
 def scalars_of(state: RunState, progress: Progress) -> dict[str, float]:
-    """Return the metrics without a layer or rank, for trackers: ``imbalance/measured/mean`` and so on."""
+    """Return values of `metrics_of` by name, as ``imbalance/measured/mean``, for trackers: without metrics of a layer,
+    a rank or a time, and values that are not finite. Takes the state's lock."""
     return _flat(metrics_of(state, progress, 0.0))
 
 
 def balance_of(state: RunState) -> dict[str, float]:
-    """Return how even the newest measured load was, by the field's names; empty before. Call with ``lock`` held."""
+    """Return overload factors, MaxVio and balancedness of the newest measured load, by name; an empty dict: nothing was
+    measured yet. Call with ``state.lock`` held."""
     return _flat(_balance(state))
 
 
@@ -178,7 +178,7 @@ def _over(by_layer: NDArray[np.float64], worst: str) -> dict[Any, float]:
 
 
 def exposition(metrics: Sequence[Metric]) -> tuple[bytes, str]:
-    """Return the text that Prometheus reads, and its content type; ImportError: there is no prometheus_client."""
+    """Return the text that Prometheus reads, and its content type. ImportError: there is no prometheus_client."""
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -196,7 +196,8 @@ def exposition(metrics: Sequence[Metric]) -> tuple[bytes, str]:
 
 
 def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, Any]:
-    """Return steps, imbalance with and without rebalancing, what was moved, what it cost and saved.
+    """Return the summary of a run, JSON-able: steps, imbalance with and without rebalancing, what was moved, what it
+    cost and saved. Takes the state's lock.
 
     ``imbalance``: means over layers and measured steps, and of the newest measurement; None: nothing was measured.
     ``balance``: of the newest measurement, by the field's names. Moved experts and bytes: between ranks, in one EP
@@ -234,12 +235,13 @@ def summary_of(state: RunState, progress: Progress | None = None) -> dict[str, A
 
 
 def expert_work_text(share: float, source: str) -> str:
-    """Return the share of a step in expert work, and where the figure is from."""
+    """Return words for the share of a step in expert work, in percent, and for the source of the figure."""
     return f"expert work {100 * share:.0f} % of a step ({source})"
 
 
 def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
-    """Return how much of what plans predict comes true, and what to do about it; None: no plan was judged."""
+    """Return words for how much of what plans predict comes true, and for what to do about it. None: no plan was
+    judged."""
     if predictions is None:
         return None
     predicted, true = predictions["predicted_seconds"], predictions["true_seconds"]
@@ -254,7 +256,8 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
 
 
 def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
-    """Return three lines, of which a job prints its own at its end: imbalance, time saved, and where to look."""
+    """Return a `summary_of` in three lines: rebalances, imbalance; seconds saved or lost, how sure; where to see more,
+    with the guard's findings and pauses, if any. ``run``: its folder; None: the last line says how to keep it."""
     imbalance, work, saved = summary["imbalance"], summary["expert_work"], summary["saved_seconds"]["measured"]
     lives = " in all lives"
     line = f"the balancer's run: {counted(summary['rebalances'], 'rebalance')} in "

@@ -5,8 +5,6 @@ makes are refused (another Origin, or a Host that is no name of this server: DNS
 is required for every path. Each connection serves one request on its own thread; a silent client is let go.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
@@ -41,7 +39,7 @@ _TOTALS = ("rebalances", "placed_replicas", "pause_seconds", "rollouts", "rollou
 
 
 def page(told: Mapping[str, Any] | None = None) -> str:
-    """Return the page with its style and scripts inside; nothing else may run in it.
+    """Return the page as HTML with its style and scripts inside; its policy (CSP) lets nothing else run.
 
     Args:
         told: what a report shows; None: the page asks its server.
@@ -70,7 +68,8 @@ def _hash(content: str) -> str:
 
 
 def view_of(state: RunState) -> dict[str, Any]:
-    """Return what the page shows, JSON-able: matrices as base64 of little-endian int32 and float64, no NaN."""
+    """Return what the page shows, JSON-able: matrices as base64 of little-endian int32 and float64, no NaN. Takes the
+    state's lock."""
     with state.lock:
         measured = state.measured
         if measured is not None:
@@ -110,7 +109,7 @@ def _packed(array: NDArray[Any] | None) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> Any:
-    """Return a value as JSON gives it back, with None in place of numbers that JSON does not have."""
+    """Return a value as JSON gives it back, with None in place of NaN and infinities, which JSON does not have."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -118,12 +117,8 @@ def finite(value: Any) -> Any:
 
 
 def report_of(source: Path) -> tuple[str, dict[str, Any], str]:
-    """Return the report of a run's folder: the page, and the summary as JSON and in words.
-
-    Raises:
-        FileError: it is none.
-        OSError: it cannot be read.
-    """
+    """Return the report of a run's folder: the HTML page with the data inside, the summary as a dict, and the summary
+    as text. FileError: the folder has no events of a balancer's run. OSError: it cannot be read."""
     if source.is_dir() and holds_series(source) and not (source / NAME).exists():
         raise FileError(f"{source}: recorded without a balancer: eplb-runtime assess {source} says its imbalance")
     state = state_of_run(source)
@@ -184,12 +179,13 @@ class PageServer(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), name="eplb_runtime page", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening. What is asked by then is answered, or dies with the process."""
+        """Stop listening and close the socket. Requests under way go on, on threads that end with the process."""
         self.shutdown()
         self.server_close()
 
     def verify_request(self, request: Any, client_address: object) -> bool:
-        """Return whether there is a connection left for one more request."""
+        """Count the connection as open, and return whether it is served: no more than 16 are open at once. The server
+        closes a connection that is not served."""
         self._open.add(request)
         return len(self._open) <= MOST_CONNECTIONS
 
@@ -218,7 +214,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer without repeating the request."""
+        """Answer with a status code and its standard text. The other arguments are ignored: they may repeat the
+        request."""
         super().send_error(code)
 
     def log_message(self, format: str, *args: object) -> None:

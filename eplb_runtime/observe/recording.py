@@ -53,7 +53,8 @@ class Recorder:
         self._file: LineFile | None = LineFile(run / NAME, first_line(num_layers, num_experts, job))
 
     def hear(self, event: Event) -> None:
-        """Add the load of a balancer's decision; a listener of its events."""
+        """`write` the load of a `LoadMeasured` event, and what the event says of the job. Other events, and one without
+        a load, are ignored."""
         if isinstance(event, LoadMeasured) and event.load is not None:
             share = event.moe_share if event.moe_share_source == "measured" else None
             known = RecordedJob(
@@ -65,8 +66,8 @@ class Recorder:
             self.write(event.load, event.steps // len(event.load), known)
 
     def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
-        """Add windows, ``[T, L, E]`` summed over ranks, of so many training steps each, and what has been measured of
-        the job. Never raises."""
+        """Append windows, ``[T, L, E]`` summed over ranks, of ``steps`` training steps each, and what has been measured
+        of the job. Never raises: the first error is logged, and closes the file. Nothing is written after `close`."""
         try:
             if self._file is not None:
                 self._file.write(line_of(load_TLE, steps, job))
@@ -130,13 +131,14 @@ class Recording:
         self._undo = [hook(partial(self._see, layer), self._expert_clock) for layer, hook in enumerate(watch)]
 
     def until_closed(self, undo: Callable[[], None]) -> None:
-        """Call this at ``close``."""
+        """Add ``undo`` to what `close` calls; what was added last is called first."""
         self._undo.append(undo)
 
     @torch.compiler.disable
     def step(self) -> None:
-        """A step is over; hooked to the optimizer if one was given. Every ``interval`` steps, on all ranks alike, the
-        counts are summed and written in the background."""
+        """End a step: its counts join the history. Every ``interval`` steps, on all ranks alike, a thread sums the
+        counts over ranks, and rank 0 writes them. In the last steps before that, rank 0 measures its expert work.
+        Hooked to the optimizer if one was given. Nothing happens after `close`."""
         if self._closed:
             return
         self._has_stepped = True
@@ -149,7 +151,9 @@ class Recording:
             self._expert_clock.begin_step()
 
     def close(self) -> None:
-        """Write what is left, and leave the model as it was. Every rank calls it after as many steps."""
+        """Sum and write what is left, waiting up to 30 s for it, and take all hooks off the model and optimizer. Every
+        rank calls it after as many steps. Logs a warning if counts are lost, or no step was ended; rank 0 logs where
+        the record is. A second call does nothing."""
         if self._closed:
             return
         if self._counter.open_steps:

@@ -84,7 +84,9 @@ class RunState:
         self.pause_seconds = self.rollout_seconds = self.saved_seconds = self.promised_seconds = 0.0
 
     def apply(self, record: Record) -> None:
-        """Add a record. RecordError: it is none of ours, or comes ahead of its job's."""
+        """Fold a record into the state under ``lock``; set ``step`` and ``time`` and add 1 to ``version``. An event of
+        a later version changes nothing. RecordError: it is none of ours, or comes ahead of its job's; it may have been
+        folded in part."""
         with self.lock:
             try:
                 if self._fold(record):
@@ -220,7 +222,7 @@ class RunState:
 
 
 def state_of(records: Iterable[Record]) -> RunState:
-    """Return the state after all records that can be used."""
+    """Return a new state with all records folded in; a record that `RunState.apply` refuses is left out."""
     state = RunState()
     for record in records:
         with suppress(RecordError):
@@ -261,22 +263,19 @@ class JobRecord:
 
     @property
     def steps_per_window(self) -> int:
-        """Return the training steps that most windows are of; 0: unknown."""
+        """Return the median of the windows' training steps; 0: unknown."""
         return median_high(self.steps_T) if len(self.steps_T) else 0
 
     def alike(self) -> JobRecord:
-        """Return the record without windows of other numbers of steps: a last one, and those of an earlier job."""
+        """Return a copy with only the windows of `steps_per_window` steps: without a last one, and those of an earlier
+        job. If the steps are unknown, all windows stay."""
         same_T = np.array([steps == self.steps_per_window for steps in self.steps_T] or [True] * len(self.load))
         return replace(self, load=self.load[same_T], steps_T=[self.steps_per_window] * int(same_T.sum()))
 
 
 def state_of_run(run: Path) -> RunState:
-    """Return the state of a run by its events on disk.
-
-    Raises:
-        FileError: there is no log, or it tells of no job.
-        OSError: it cannot be read.
-    """
+    """Return the state of a run by its events on disk. FileError: no log, or it tells of no job. OSError:
+    unreadable."""
     state = state_of(read_events(run))
     if not state.job:
         raise FileError(f"{run}: its log does not say what job it is of; is it whole?")

@@ -1,7 +1,5 @@
 """What rank 0 of a job shows, as its config asks for: event log, state, page, metrics, summary."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -74,7 +72,7 @@ class Observers:
         self.server = self._serve()
 
     def follow(self, events: EventLog) -> None:
-        """Listen from now on."""
+        """Subscribe to a job's events: each is heard from now on."""
         self._events = events
         events.subscribe(self.hear)
 
@@ -95,7 +93,8 @@ class Observers:
                 self._failing.discard(name)
 
     def track(self, tracker: Callable[[int, Mapping[str, float]], object]) -> None:
-        """Give it the numbers of each decision, on the observer's thread."""
+        """Call ``tracker`` with the step and `scalars_of` after each decision from now on, on the thread that hears
+        events. Adds a sink to ``sinks``."""
 
         def sink(record: Record) -> None:
             if record["event"] == "RebalancePlanned":
@@ -104,7 +103,8 @@ class Observers:
         self.sinks[f"the tracker {len(self.sinks)}"] = sink
 
     def close(self) -> None:
-        """Close the log and the page, when there are no more events, and log what the run has come to."""
+        """Close the event log and the page. Log the summary, unless the job failed; write it to ``summary.json`` in the
+        folder of the run, if there is one. An error in writing it is logged. No events may come any more."""
         if self._log is not None:
             self._log.close()
         if self.server is not None:
@@ -119,7 +119,7 @@ class Observers:
                 logger.warning("the summary of the run is not written: %s", error)
 
     def balance(self) -> dict[str, float]:
-        """Return how even the newest measured load was, by the field's names; empty before anything was measured."""
+        """Return `balance_of` the state: how even the newest measured load was, by name; empty before a measurement."""
         with self.state.lock:
             return balance_of(self.state)
 

@@ -5,8 +5,6 @@ A kernel belongs to the innermost phase in which it was launched, what a CPU doe
 is JSON in the Trace Event Format, plain or gzipped; whatever a file holds ends in spans or in one `TraceError`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -54,12 +52,8 @@ class Span(NamedTuple):
 
 
 def traces_in(path: Path) -> list[Path]:
-    """Return a file, or the traces in a folder in the order of their names, numbers by their value.
-
-    Raises:
-        TraceError: a folder without traces.
-        OSError: there is no such file or folder.
-    """
+    """Return a file as a list of one, or the traces in a folder by name, numbers in names by their value. TraceError: a
+    folder without traces. OSError: there is no such file or folder."""
     path.stat()
     if not path.is_dir():
         return [path]
@@ -146,7 +140,8 @@ _MICRO_BATCH = re.compile(r"^PP:\d+(?:FULL_BACKWARD|[FBIW])(\d+)$|^(?:Forward|Ba
 
 @lru_cache(maxsize=65536)
 def kind_of(name: str, category: str) -> str:
-    """Return what a kernel, copy or memset of a GPU is for, one of the words above."""
+    """Return what a GPU's kernel, copy or memset is for, by its name: `COMPUTE`, or one of `DISPATCH`, `COMBINE`,
+    `NOTIFY`, `COLLECTIVE`, `POINT_TO_POINT` and `ONE_SIDED`."""
     if category != "kernel":  # by the copy engine: between devices it carries data, on one it is part of computing
         return ONE_SIDED if "PtoP" in name or "Peer" in name else COMPUTE
     plain = name.split("(", 1)[0]  # a signature names types, which say nothing of what the kernel does
@@ -162,13 +157,13 @@ def kind_of(name: str, category: str) -> str:
 
 @lru_cache(maxsize=65536)
 def kind_of_gloo(name: str) -> str | None:
-    """Return the kind of a span that a CPU's process group records; None: it is none."""
+    """Return `COLLECTIVE` or `POINT_TO_POINT` for a span of a CPU's process group (gloo); None: another span."""
     found = _GLOO.match(name)
     return found and (POINT_TO_POINT if _SEND.search(found[1]) else COLLECTIVE)
 
 
 def computes(operator: str) -> bool:
-    """Return whether a CPU operator of this name computes by itself. Those that only call others, as a node of
+    """Return whether a CPU operator of this name computes by itself. Operators that only call others, as a node of
     autograd, may wait inside; communication and its launch have spans of their own."""
     space, colon, _ = operator.partition("::")
     return bool(colon) and space not in ("c10d", "autograd", "record_param_comms", "profiler")
@@ -176,8 +171,8 @@ def computes(operator: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def phase_of(name: str) -> tuple[str, str, int | None] | None:
-    """Return phase, direction and layer (None: unknown) that a span names; None: none. Ours are ``eplb_runtime
-    dispatch(F) layer=3 epoch=7``; those of DeepSeek's published traces are ``dispatch(F)``."""
+    """Return (phase, direction, layer; None: unknown) that a span's name says; None: it says no phase. Our names are
+    ``eplb_runtime dispatch(F) layer=3 epoch=7``; those of DeepSeek's published traces are ``dispatch(F)``."""
     found = _PHASE.match(name)
     if found is None or not (found["ours"] or (found["pass"] and name.endswith(")"))):
         return None
@@ -186,13 +181,13 @@ def phase_of(name: str) -> tuple[str, str, int | None] | None:
 
 @lru_cache(maxsize=65536)
 def micro_batch_of(name: str) -> int | None:
-    """Return the micro-batch that a span of torch.distributed.pipelining is of; None: it is no such span."""
+    """Return the micro-batch of a torch.distributed.pipelining span, by its name; None: it is no such span."""
     found = _MICRO_BATCH.match(name)
     return None if found is None else int(found[1] or found[2])
 
 
 def union(spans_N2: Intervals) -> Intervals:
-    """Return the same times in order, none twice."""
+    """Return the intervals sorted, with those that overlap or touch joined into one."""
     if not len(spans_N2):
         return np.empty((0, 2))
     spans_N2 = spans_N2[np.argsort(spans_N2[:, 0], kind="stable")]
@@ -203,12 +198,12 @@ def union(spans_N2: Intervals) -> Intervals:
 
 
 def length(union_N2: Intervals) -> float:
-    """Return the length of a `union`."""
+    """Return the sum of the lengths of disjoint intervals, as `union` returns them."""
     return float((union_N2[:, 1] - union_N2[:, 0]).sum())
 
 
 def overlap(one_N2: Intervals, other_N2: Intervals) -> float:
-    """Return how much of one `union` is in another."""
+    """Return the length of the time that is in both of two `union` results."""
     both = length(union(np.concatenate([one_N2, other_N2])))
     return length(one_N2) + length(other_N2) - both
 
@@ -292,12 +287,8 @@ class Analysis:
 
 
 def analyse(path: Path) -> Analysis:
-    """Read a trace and say what the rank did with its time.
-
-    Raises:
-        TraceError: it is no trace, or nothing in it ran on a GPU or was computed by torch.
-        OSError: it cannot be read.
-    """
+    """Read a trace and return what the rank did with its time. TraceError: it is no trace, or nothing in it ran on a
+    GPU or was computed by torch. OSError: it cannot be read."""
     every, rank = _read(path)
     work = _work_of(every)
     if not work:
@@ -384,7 +375,7 @@ class _Innermost:
         return place in self._edges
 
     def at(self, place: Place, time: float) -> Any:
-        """Return what was noted; None: no span is around this time."""
+        """Return what was noted of the innermost span of a thread around this time; None: there is none."""
         times, values = self._edges.get(place, ([], []))
         index = bisect_right(times, time) - 1
         return values[index] if index >= 0 else None
@@ -404,10 +395,10 @@ class _Innermost:
 def phases_of(
     spans: Sequence[Span], work: Sequence[Span], computes_N: NDArray[np.bool_], computing: Intervals
 ) -> tuple[PhaseTime, ...]:
-    """Return the phases that a trace's spans name.
+    """Return the time of each phase, direction, layer and micro-batch that spans name; empty: they name none.
 
     Args:
-        work: what ran, and whether it computes; ``computing``: the union of what does.
+        work: spans of what ran, and whether each computes; ``computing``: the union of those that do.
     """
     marks = _marks(spans)
     if not marks:

@@ -18,7 +18,7 @@ Tracker = Callable[[int, Mapping[str, float]], None]
 
 
 def track(balancer: Balancer, tracker: Tracker) -> None:
-    """Give a tracker the numbers of each decision from now on. On other ranks than the first it does nothing.
+    """Call a tracker with step and numbers of each decision from now on. On other ranks than the first nothing is done.
 
     ::
 
@@ -33,7 +33,8 @@ def track(balancer: Balancer, tracker: Tracker) -> None:
 
 
 def tensorboard(writer: Any, prefix: str = "eplb/") -> Tracker:
-    """Return a tracker for a ``torch.utils.tensorboard.SummaryWriter``: scalars by the balancer's step."""
+    """Return a tracker that adds each number as a scalar, ``prefix`` before its name, at the balancer's step.
+    ``writer``: a ``torch.utils.tensorboard.SummaryWriter``."""
 
     def log(step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
@@ -43,7 +44,8 @@ def tensorboard(writer: Any, prefix: str = "eplb/") -> Tracker:
 
 
 def wandb(run: Any, prefix: str = "eplb/") -> Tracker:
-    """Return one for a run of ``wandb.init()``. The numbers have an axis of their own, ``eplb/step``."""
+    """Return a tracker that logs numbers to a run of ``wandb.init()``, ``prefix`` before their names. Defines, in the
+    run, the metric ``eplb/step`` (with the default prefix) as the axis of these numbers."""
     axis = prefix + "step"
     run.define_metric(axis, hidden=True)
     run.define_metric(prefix + "*", step_metric=axis)
@@ -51,8 +53,8 @@ def wandb(run: Any, prefix: str = "eplb/") -> Tracker:
 
 
 def mlflow(run_id: str, client: Any = None, prefix: str = "eplb/") -> Tracker:
-    """Return one for an MLflow run, by its id (``mlflow.active_run().info.run_id``): the active run is another in each
-    thread. ``client``: an ``mlflow.MlflowClient``; None: one is made."""
+    """Return a tracker that logs numbers to an MLflow run by its id (``mlflow.active_run().info.run_id``): the active
+    run is another in each thread. ``client``: an ``mlflow.MlflowClient``; None: one is made."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 

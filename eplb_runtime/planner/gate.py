@@ -39,8 +39,9 @@ LEAST = 0.02
 
 
 def weigh(request: PlanRequest, placement: Placement, began: float) -> Plan:
-    """Return a ``Plan`` that takes the policy's placement, the layers of it that are worth most, or the current
-    placement. ``began`` is the ``time.perf_counter()`` at which planning began."""
+    """Return a ``Plan`` to take the policy's placement, some of its layers, or to stay with the current placement.
+    Layers that gain are taken; with the ``"payoff"`` gate, those that together pay; with ``"off"``, all. ``began``: the
+    ``time.perf_counter()`` at which planning began."""
     current, topology, cost = request.current, request.topology, request.cost
     before, after = _expected(request, placement)
     moves = moves_between(current, placement, topology)

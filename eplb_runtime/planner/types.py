@@ -79,8 +79,8 @@ class PlanRequest:
 
     @property
     def seconds_per_imbalance(self) -> float | None:
-        """Return the seconds that a unit of one layer's imbalance costs over the horizon. None: there is no cost, or
-        the gate is not ``"payoff"``."""
+        """Return the seconds that a unit of one layer's imbalance costs over the horizon, times ``trust``. None: there
+        is no cost, or the gate is not ``"payoff"``."""
         if self.cost is None or self.gate != "payoff":
             return None
         return self.cost.seconds_per_imbalance(self.num_layers, self.trust)
@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def moved_slots(self) -> int:
-        """Return how many moves have another source rank than their destination's; without ``current``, all of them."""
+        """Return how many slots get their expert from another rank; without ``current``, how many hold an expert."""
         destination = self.placement.rank_of(self.moves[:, MOVE_DESTINATION_SLOT])
         return int(np.count_nonzero(self.moves[:, MOVE_SOURCE_RANK] != destination))
 

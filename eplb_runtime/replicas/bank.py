@@ -1,11 +1,9 @@
 """Replica slots: weights-only copies of experts whose homes are on other ranks, kept from step to step.
 
 A bank is one layer's slots on one rank. The Parameter is the home rows; replica rows are no parameter of anything.
-Their gradients gather here, in float32 at least, until `sync.py` brings them to the homes. One exchange is under way at
-a time, so all layers take turns with one set of gradient rows; only what `no_sync` holds back has memory of its own.
+Their gradients gather here until `sync.py` brings them to the homes. One exchange is under way at a time, so all layers
+share one set of gradient rows; only gradients that `no_sync` holds back have memory of their own.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +18,7 @@ GradientPool = dict[tuple[int, Sequence[int], torch.dtype], Tensor]
 
 
 def slice_of_row(rows: Tensor, num_shards: int, shard: int = 0) -> Tensor:
-    """``[..., N, ...]`` -> ``[..., N/D, ...]``, of rows ``[k, N, ...]`` a part of each."""
+    """Return slice ``shard`` of ``num_shards`` equal ones of dimension 1 of rows ``[k, N, ...]``, a view."""
     if num_shards == 1:
         return rows
     width = rows.shape[1] // num_shards
@@ -35,8 +33,7 @@ class ReplicaBank:
         replica_slots: k, rows for replicas (zeros until they are refreshed).
         zeros: makes memory for replicas and their gradients, as `plan.PointToPoint.zeros` does.
         gradients: memory for gradients of replicas, shared by the banks of one `ReplicaSync`. None: inference.
-        num_shards: D, ranks over which each rank's homes are divided (`distributed.ranks.Job.dp_shard_degree`):
-            ``homes`` have ``[H/D, ...]`` then, whole ones, and replicas are slices.
+        num_shards: D, ranks over which homes are divided: each has whole ones, ``[H/D, ...]``, and slices of replicas.
     """
 
     def __init__(
@@ -79,21 +76,21 @@ class ReplicaBank:
         """Whether gradients are held back here, to be sent home later."""
 
     def replica_rows(self, replica: int) -> list[Tensor]:
-        """The live rows of a replica slot, one per tensor."""
+        """Return the weights of a replica slot, one live row per tensor."""
         return [rows[replica] for rows in self.replicas]
 
     def gradient_rows(self, replica: int) -> list[Tensor]:
-        """Gradients of a replica slot as they leave, in ``accumulation_dtype``, one per tensor that needs one."""
+        """Return a replica slot's rows of the shared gradient memory, one per trained tensor."""
         return [rows[replica] for rows in self._leaving]
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that have gradients, in the order of ``gradient_rows``."""
+        """Return the home parameters whose gradients replicas collect, in the order of `gradient_rows`."""
         return [self.parameters[position] for position in self._trained]
 
     def collect(self, gradients: Sequence[Tensor | None], hold: bool, backward: int) -> None:
-        """Take what a backward pass gave the replicas, with what was held back before; ``hold``: keep it here, else it
-        is in the pool's rows, which no other layer may use until it has left. RuntimeError: gradients were rewritten
-        meanwhile."""
+        """Add gradients of replicas (None: zero) to those that are held back here. ``hold``: hold the sum back and set
+        ``unsent``; else put it into the shared `gradient_rows` and clear ``unsent``. A new ``backward`` (id of the
+        pass) drops what is held back if the home's ``.grad`` is None or zero; else RuntimeError if it was rewritten."""
         if hold and not self._held:
             self._held = [torch.zeros_like(rows) for rows in self._leaving]
         for number, position in enumerate(self._trained):
@@ -109,25 +106,26 @@ class ReplicaBank:
         self.note(after_pass=False)
 
     def release(self) -> None:
-        """Put what was held back into the pool's rows, to leave; errors as for ``collect``."""
+        """Copy held-back gradients into the shared `gradient_rows` (zeros where the home's ``.grad`` is None or zero),
+        to be sent, and clear ``unsent``. RuntimeError: as for `collect`."""
         for number, (leaving, held) in enumerate(zip(self._leaving, self._held, strict=True)):
             leaving.zero_() if self._discarded(number) else leaving.copy_(held)
         self.unsent = False
 
     @torch.compiler.disable
     def note(self, after_pass: bool = True) -> None:
-        """A backward pass is over. The gradients of the homes are what belongs to what is held back here: nobody else
-        may write them."""
+        """Record anew the versions of the homes' ``.grad``: `collect` and `release` notice by them if it is rewritten.
+        ``after_pass``: a backward pass ends here; a sliced home's ``.grad`` that is None then counts as not cleared."""
         self._noted = [_version(parameter) for parameter in self.trained()]
         self._noted_after_pass = after_pass
 
     def holds_gradients(self) -> bool:
-        """Return whether gradients are held back here that the optimizer is yet to see; errors as for ``collect``."""
+        """Return whether gradients are held here whose home's ``.grad`` is not cleared. RuntimeError: rewritten."""
         return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
 
     def free(self) -> int:
-        """Free the memory of replicas and their gradients; homes that share it get memory of their own. Returns the
-        freed bytes."""
+        """Free the memory of replicas and of their gradients, held ones too; return the freed bytes. Homes that lie in
+        the same memory are copied to memory of their own first, which is ``.data`` of their parameters then."""
         self._held, freed = [], 0
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
             if _is_resizable(slots) and _shares_storage(parameter, slots):
@@ -136,7 +134,8 @@ class ReplicaBank:
         return freed + sum(_free(rows) for rows in (*([] if self.slots else self.replicas), *self._leaving))
 
     def take(self) -> None:
-        """Take the memory that `free` has freed, for what the homes hold now. Replicas are zeros until refreshed."""
+        """Allocate what `free` has freed: replicas are zeros, homes are copied in and their ``.data`` is set.
+        RuntimeError: homes are on another device, or were loaded into the freed memory and cut it short."""
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
             if _shares_storage(parameter, slots):
                 if slots.untyped_storage().nbytes() < slots.nbytes:
@@ -153,8 +152,7 @@ class ReplicaBank:
             _take(rows)
 
     def _discarded(self, number: int) -> bool:
-        """Return whether the gradient that what is held back belongs to is gone; RuntimeError: it was changed in
-        another way."""
+        """Return whether a home's ``.grad`` is None or zero now. RuntimeError: it was rewritten in another way."""
         parameter = self.parameters[self._trained[number]]
         if _version(parameter) == self._noted[number]:
             # FSDP has no gradient of slices yet after a pass in which it was set not to reduce: its own is unsharded.
@@ -201,8 +199,8 @@ def _version(parameter: Tensor) -> tuple[int, ...] | None:
 
 
 def are_accumulated(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Return whether the running backward pass adds gradients of these parameters to their ``.grad``; RuntimeError:
-    only some, or they are wanted elsewhere."""
+    """Return whether the running backward pass adds to ``.grad`` of the parameters at ``edges`` (a node's
+    ``next_functions``). RuntimeError: only to some of them, or the pass is `torch.autograd.grad` of them."""
     try:
         wanted = {torch._C._will_engine_execute_node(node) for node, _ in edges if node is not None}  # type: ignore[attr-defined]
     except RuntimeError:
@@ -220,5 +218,5 @@ def are_accumulated(edges: Sequence[tuple[Any, int]]) -> bool:
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
-    """What gradients of copies are summed in: float32, or the weights' own dtype where that is wider."""
+    """Return the dtype in which gradients of replicas are summed: float32, or the weights' dtype if it is wider."""
     return torch.promote_types(parameter.dtype, torch.float32)

@@ -1,7 +1,5 @@
 """A layer's experts on this rank with replicas: in memory of their own, or gathered where FSDP2 shards experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -35,12 +33,12 @@ class PersistentReplicas(LocalExperts):
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def slots(self, homes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the rows to compute with, replicas' among them, per tensor."""
+        """Wait for the replicas' weights; return each tensor's live rows of all slots, homes first, then replicas."""
         self._sync.wait(self._layer)
         return self._bank.slots
 
     def collect(self, gradients: Sequence[Tensor], edges: Edges) -> Sequence[Tensor | None]:
-        """Hand over what `slots` have got; returns the gradients of the home parameters."""
+        """Return the gradients of home rows, over the divisor; pass those of replicas to `ReplicaSync.collect`."""
         homes = self._bank.homes_per_rank
         self._sync.collect(self._layer, [gradient[homes:] for gradient in gradients], edges)
         at_homes = [gradient[:homes] for gradient in gradients]
@@ -53,7 +51,7 @@ class ShardedReplicas(PersistentReplicas):
     Whole replicas are gathered over EDP in a layer's forward and again in its backward, where the rows of replicas are
     recomputed (`torch.utils.checkpoint`, which brings back random numbers and autocast). FSDP gathers the homes into
     memory of its own, so replicas are computed by a second call. Their gradients are summed over EDP (``group``, then
-    ``replica_group``), each rank takes its shard of the sum, and `ReplicaSync` returns it to the home's.
+    ``replica_group``); `ReplicaSync` returns each rank's shard of the sum.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class ShardedReplicas(PersistentReplicas):
         return run_rows(self._compute, rows_MD, counts_S, _WithReplicas.apply(self, *homes), weights_M)
 
     def slots(self, homes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return this layer's whole replicas ``[k, N, ...]`` per tensor. Collective over EDP."""
+        """Return the layer's whole replicas ``[k, N, ...]`` per tensor: waits for the slices, all-gathers over EDP."""
         self._sync.wait(self._layer)
         shards = [rows.to(home.dtype) for rows, home in zip(self._bank.replicas, homes, strict=True)]
         if self._group is None:
@@ -98,7 +96,8 @@ class ShardedReplicas(PersistentReplicas):
         return whole
 
     def collect(self, gradients: Sequence[Tensor], edges: Edges) -> Sequence[Tensor | None]:
-        """Collective over EDP; a rank without tokens adds zeros."""
+        """Return None for each home. Sums the replicas' gradients over EDP and gives this rank's slices of the sums to
+        `ReplicaSync.collect`, if that `takes` them. Collective over EDP; a rank without tokens adds zeros."""
         homes = self._bank.parameters
         if self._sync.takes(self._layer, edges):
             shards = [
@@ -109,8 +108,8 @@ class ShardedReplicas(PersistentReplicas):
         return [None] * len(homes)
 
     def slice_of_sum(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum ``[k, N, ...]`` over the ranks, in their order and this dtype: this rank's slice ``[k, N/D, ...]``.
-        Collective over both groups."""
+        """Return this rank's slice ``[k, N/D, ...]`` of the sum of ``gradient`` ``[k, N, ...]`` over ranks, added in
+        rank order in ``dtype``. Collective over EDP (``group``) and ``replica_group``."""
         summands = [gradient]
         if self._group is not None:
             leaving = torch.stack(gradient.chunk(self._ranks, dim=1))

@@ -8,10 +8,8 @@ whole), and the parent that they are the replica's again (`_DONE`).
 A signal waits until the one before on its channel was taken, so stages go round over ``depth`` channels, and a stage
 begins when the one ``depth`` before it has been waited for; stages are waited for in the order in which they were
 posted. So whatever a stage waits for on any rank comes earlier in the order of posts and waits, which is the same on
-all ranks: nothing waits in a circle, not even where all of a GPU's streams share one queue.
-
-A rank that does not come is waited for until the timeout; then torch's kernel says which signal is missing and ends
-this process's work on the GPU with an error, as NCCL's watchdog does.
+all ranks: nothing waits in a circle, not even where all of a GPU's streams share one queue. If a rank does not come in
+time, torch's kernel names the missing signal and ends this process's work on the GPU with an error.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ class CopyStream:
         self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "eplb_runtime copies")
 
     def begin(self, work: Callable[[], None]) -> Callable[[], object]:
-        """Do it after all that was begun here and what the current stream has to do now. What is returned makes the
-        current stream wait for its end."""
+        """Run ``work`` on the side stream, after its earlier work and what the current stream has to do now. Return a
+        function that makes the current stream wait for its end. CPU: a thread runs it; the function waits."""
         if self._stream is None:
             assert self._thread is not None
             return self._thread.submit(work).result
@@ -102,7 +100,7 @@ class _Exchange:
     over: bool = False
 
     def wait(self) -> None:
-        """End all up to this one."""
+        """Make the current stream wait for the rows of this stage and of all stages that were posted before it."""
         while not self.over:
             self.queue.end_first()
 

@@ -5,8 +5,6 @@ home on, gets weights from the home and hands them on to the node's others; on t
 home. Gradients go up the same way. So an expert's weights enter each node once, and its gradients leave each node once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,8 +37,7 @@ class Waiting(Protocol):
     """Rows on their way."""
 
     def wait(self) -> object:
-        """From here on what arrives is there, and what leaves may be written: for the host, or for what the current
-        stream does next."""
+        """Wait, on a GPU in the current stream alone, until rows have arrived and those sent may be overwritten."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,15 @@ class PointToPoint:
         self._group, self._ranks = group, ranks
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for rows of replicas and for their gradients, on this rank: where `Row.at_replica` lies."""
+        """Return zeros as memory for rows of replicas or of their gradients on this rank (for `Row.at_replica`)."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def open(self) -> None:
-        """Open all memory. Collective."""
+        """Do nothing. A transport that opens the memory of `zeros` to other ranks does it here, collectively."""
 
     def stage(self, layer: int, down: bool, number: int, sends: Sequence[Row], receives: Sequence[Row]) -> RowStage:
-        """Return a stage, 0 or 1, of a layer's weights (``down``) or gradients; both ends list the rows between them in
-        the same order."""
+        """Return a stage with a message for each row, none sent yet. ``down``: weights, else gradients; ``number``: 0
+        or 1, the stage in that direction. Both ends list the rows between them in the same order."""
         operations, first_tag = [], ((2 * layer + (not down)) * 2 + number) * _TAGS_PER_STAGE
         for kind, rows in ((dist.isend, sends), (dist.irecv, receives)):
             count = Counter[int]()  # several stages are in flight at once, and a pair may exchange several rows
@@ -79,8 +76,8 @@ class PointToPoint:
         return RowStage(operations)
 
     def post(self, stages: Sequence[RowStage]) -> list[Sequence[Waiting]]:
-        """Post stages as one group of messages; what leaves has been computed by the current stream. Returns what each
-        waits for: NCCL has one thing for all, gloo one for each message."""
+        """Post the messages of all stages as one group and begin their copies, without waiting. Return for each stage
+        the works to wait for; NCCL has one for the whole group. Rows must have been computed on the current stream."""
         operations = [operation for stage in stages for operation in stage.operations]
         works = dist.batch_isend_irecv(operations) if operations else []
         ends = accumulate((len(stage.operations) for stage in stages), initial=0)
@@ -95,7 +92,6 @@ class Child(NamedTuple):
     Args:
         rank, replica: rank and replica slot of the child.
         on: replica slot that is its parent; `EMPTY`: its parent is a home.
-        home_row: row of the home.
         shard: number of the slice that the child holds, if homes are divided over ranks.
         arrivals: memory for its gradients, one row per trained tensor.
     """
@@ -110,8 +106,7 @@ class Child(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """What a rank exchanges for one layer under the current placement. Both lists have a stage for each level of the
-    trees: one that is empty here may not be elsewhere.
+    """What a rank exchanges for one layer under the current placement, in a stage for each level of the trees.
 
     Args:
         weights: from homes, then from replicas to those that hang on them.
@@ -129,8 +124,8 @@ class ReplicaPlan:
 def tree_of(
     home_RK: NDArray[np.integer], slots_per_rank: int, ranks_per_node: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where each replica of a layer hangs, int64 ``[R, k]`` each: its parent's rank, and replica slot there or
-    `EMPTY` for the home. ``home_RK``: home slot of the expert in each replica slot, or `EMPTY`."""
+    """Return each replica's parent in a layer, int64 ``[R, k]`` each: its rank, and its replica slot there (`EMPTY`:
+    the home). Empty slots have `EMPTY` in both. ``home_RK``: home slot of each replica's expert, or `EMPTY`."""
     rank_N, replica_N = np.nonzero(home_RK != EMPTY)
     home_N = home_RK[rank_N, replica_N].astype(np.int64)
     root_N = home_N // slots_per_rank
@@ -156,8 +151,7 @@ class ReplicaPlanner:
     Args:
         transport: moves rows among the ranks that hold each row once: the EP group, or more with divided rows.
         rank: this rank's place among them, in the order of the rows.
-        num_shards: D, number of ranks over which the homes of an EP rank are divided. Each of these ranks holds its
-            slice of every replica of the EP rank, so an expert has one tree per slice, from the rank of its home.
+        num_shards: D, ranks that divide an EP rank's homes; each has its slice of every replica, and each slice a tree.
         ranks_per_node: consecutive EP ranks that share a node.
         arrival_memory: returns memory for a child's gradient, from the child's number, the tensor's, and the parameter.
     """
@@ -170,7 +164,8 @@ class ReplicaPlanner:
 
     @torch.inference_mode(False)  # a step inside it places replicas that are written outside of it
     def plan(self, layer: int, bank: ReplicaBank, home_RK: NDArray[np.integer], home_rows: HomeRows) -> ReplicaPlan:
-        """Plan a layer's exchange; ``home_RK``: home slot of the expert in each replica slot, or `EMPTY`."""
+        """Return what this rank exchanges for a layer, empty without replicas; nothing is sent yet. ``home_RK``: home
+        slot of the expert in each replica slot, or `EMPTY`. ValueError: a home's weights are not contiguous."""
         if not (home_RK != EMPTY).any():
             return ReplicaPlan()
         ep_rank, shard = divmod(self.rank, self.num_shards)
@@ -188,7 +183,8 @@ class ReplicaPlanner:
                 children.append(Child(there * self.num_shards + part, replica, on, row, part, arrivals))
 
         def stage_of(down: bool, number: int) -> RowStage:
-            """Weights of replicas that hang on replicas, and gradients of those that others hang on, are in stage 1."""
+            """Return one stage of the weights (``down``) or of the gradients. Stage 1 has the weights of replicas whose
+            parent is a replica, and the gradients of replicas that are parents; stage 0 has the rest."""
             of_replica, later_RK = (bank.replica_rows, hangs_RK) if down else (bank.gradient_rows, has_children_RK)
             with_children = [
                 Row(child.rank, *rows)

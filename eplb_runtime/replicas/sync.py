@@ -5,8 +5,6 @@ through and are added when the next layer's is: one exchange at a time is in fli
 travel, and gradients leave after the backward pass, because FSDP may write those of the homes until its end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,14 +55,14 @@ class ReplicaSync:
         self.is_freed = False
 
     def follow(self, placement: Placement, adds: Callable[[Tensor], None] | None = None) -> None:
-        """Take over a placement: which copies this rank holds, and which of its homes are copied where. ``adds`` is
-        called with each parameter whose gradient is about to be added to, from now on."""
+        """Replace the plans of all layers by those of a placement; `refresh` then sends weights. ``adds``: called from
+        now on with each home parameter before gradients of replicas are added to its ``.grad``; None: as before."""
         self._adds = adds or self._adds
         self.prepare(placement, range(placement.num_layers))()
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready, on any thread, to take over a placement that differs in these layers; what is returned does it,
-        and needs no more memory. Before homes are written, copies on their way must have arrived (`wait`)."""
+        """Plan these layers under a placement, with all memory for it, on any thread. Return a function that puts these
+        plans in force. Before homes are written, copies on their way must have arrived (`wait`)."""
         home_rows, home_LE, plans = placement.home_rows(self._num_shards), placement.require_homes(), {}
         for layer in [layer for layer in layers if layer in self._banks]:
             replicas_RK = placement.replicas_LRK[layer]
@@ -73,8 +71,8 @@ class ReplicaSync:
         return lambda: self._plans.update(plans)
 
     def free(self) -> int:
-        """Free the memory of replicas and of what is kept for them; transfers are over, and no gradient is held back.
-        No layer computes until `take`. Returns the bytes that are freed."""
+        """Free the memory of replicas and their gradients; return the freed bytes. Waits for transfers under way first,
+        and drops all plans. No gradient may be held back. Sets ``is_freed``: until `take` a forward raises."""
         self.wait_all()
         self.abandon()
         self.is_freed = True
@@ -85,8 +83,8 @@ class ReplicaSync:
         return nbytes + sum(bank.free() for bank in self._banks.values())
 
     def take(self, placement: Placement) -> None:
-        """Take this memory again, for homes wherever the job has loaded them, and follow a placement. `refresh` fills
-        it."""
+        """Allocate this memory again, for homes wherever the job has loaded them, `follow` a placement, and clear
+        ``is_freed``. Replicas are zeros until `refresh`."""
         for bank in self._banks.values():
             bank.take()
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in self._banks.items()}
@@ -94,8 +92,8 @@ class ReplicaSync:
         self.is_freed = False
 
     def check_homes(self, layer: int) -> None:
-        """Raise RuntimeError if a Parameter of the layer has been given other memory, or written, or replicas have
-        none."""
+        """Raise RuntimeError if replicas have no memory now (`free`), or the layer's home parameters lie in other
+        memory than at attach, or were written since the last `refresh` while the layer has replicas."""
         if self.is_freed:
             raise RuntimeError(
                 "a forward while the balancer is suspended, and copies of experts have no memory: call "
@@ -114,13 +112,14 @@ class ReplicaSync:
             )
 
     def has_copies(self, layer: int) -> bool:
-        """Return whether any rank holds a copy of an expert of this layer."""
+        """Return whether any rank holds a replica of an expert of this layer."""
         return bool(self._plans[layer].weights)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def refresh(self, layers: Collection[int] | None = None) -> None:
-        """The homes' weights are new, of these layers or all. Post them to their copies, in layer order."""
+        """Post the homes' weights of these layers (None: all) to their replicas; `wait` ends it. Waits for a layer's
+        earlier refresh first. Records the homes' versions for `check_homes`. On every rank; nothing while freed."""
         chosen = [] if self.is_freed else [layer for layer in self._banks if layers is None or layer in layers]
         for layer in chosen:
             self.wait(layer)
@@ -131,8 +130,8 @@ class ReplicaSync:
         self._pending.update((layer, (works, plans[layer][1:])) for layer, works in zip(plans, posted, strict=True))
 
     def wait(self, layer: int) -> None:
-        """Until this layer's copies are fresh and its homes may change again. On every rank: copies are handed on. Two
-        threads may wait, those of two batches at once."""
+        """Wait until this layer's replicas are fresh and its homes may be written; nothing without a refresh under way.
+        On every rank: replicas that are parents send weights on to others here. Two threads may wait at once."""
         if layer not in self._pending:
             return
         with self._one_waits[layer], phase("wait for copies", "", layer):
@@ -156,7 +155,7 @@ class ReplicaSync:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Gradients of copies are held back, for as many backward passes as run inside."""
+        """Hold gradients of replicas back inside, in all backward passes; `reduce_gradients` sends them later."""
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -164,8 +163,9 @@ class ReplicaSync:
             self._deferring = before
 
     def collect(self, layer: int, gradients: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]) -> None:
-        """Take a layer's gradients of replicas after its backward and send them home, or keep them for
-        ``reduce_gradients``. On every rank."""
+        """Post a layer's gradients of replicas to their homes, or hold them back for `reduce_gradients` (inside
+        `defer`, or of slices); nothing if `takes` is False. First waits for gradients in flight and adds them to the
+        homes' ``.grad``; a callback at the end of the backward pass does so for these. On every rank."""
         if not self.takes(layer, edges):
             return
         self._finish()
@@ -183,17 +183,17 @@ class ReplicaSync:
         Variable._execution_engine.queue_callback(self._banks[layer].note if hold else self._finish)  # type: ignore[attr-defined]
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
-        """Return whether the backward pass that runs is one whose gradients are to be collected; arguments as there."""
+        """Return whether the layer has replicas, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
 
     def holds_gradients(self) -> bool:
-        """Return whether gradients of copies are held back that the optimizer is yet to see."""
+        """Return whether any bank holds gradients of replicas back. RuntimeError: as `ReplicaBank.holds_gradients`."""
         return any(bank.holds_gradients() for bank in self._banks.values())
 
     @contextmanager
     def manual_accumulation(self) -> Iterator[None]:
-        """Inside, backward passes are ``torch.autograd.grad`` of a caller that adds all that it is given to ``.grad``
-        by itself, as the weights' half of a split backward does. Copies' gradients follow when it ends."""
+        """Collect gradients of replicas inside also from ``torch.autograd.grad`` of a caller that adds to ``.grad``
+        itself (the weights' half of a split backward). At the end add those in flight to the homes' ``.grad``."""
         self._handed_over = True
         try:
             yield
@@ -205,13 +205,14 @@ class ReplicaSync:
                 bank.note()
 
     def abandon(self) -> None:
-        """A forward in training begins: what a backward pass that never ended has under way is of no use any more."""
+        """Wait for gradients of replicas in flight, of a backward pass that never ended, and drop them."""
         sent, self._sent = self._sent, None
         for work in sent[2] if sent is not None else ():
             work.wait()
 
     def reduce_gradients(self, layers: Collection[int] | None = None) -> None:
-        """Bring home what was deferred, of these layers or all. Collective over the ranks concerned."""
+        """Send held-back gradients of replicas of these layers (None: all) home and add them, and those in flight, to
+        the homes' ``.grad``. Collective over the ranks concerned."""
         for layer in reversed(list(self._banks)):
             if self._banks[layer].unsent and (layers is None or layer in layers):
                 self._finish()
@@ -286,8 +287,8 @@ class Maps:
     replicas: ReplicaSync | None
 
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
-        """Make ready, all memory included, to follow a placement that differs in these layers; what is returned does
-        it."""
+        """Prepare slot table, splitter and replicas, all memory included, for a placement that differs in these layers.
+        Return a function that makes them follow the placement."""
         ready = [
             one.prepare(placement, layers) for one in (self.table, self.splitter, self.replicas) if one is not None
         ]

@@ -1,7 +1,6 @@
 """Would balancing pay? A recorded load is planned on its past, judged on what came next, and weighed in seconds.
 
-`simulate` plays the series and says what moves cost. This module says what is assumed of a job where its record says
-nothing, by how much a step would be shorter, and the verdict in words. No file formats and no printing here.
+`simulate` plays the series. This module has what is assumed where a record says nothing, and the verdict in words.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,12 +81,13 @@ class Scenario:
     rebalances: int  # plans that moved something
 
     def saved(self, moe_share: float) -> float:
-        """Return the share of a step that it takes less, where so much of a step is expert work."""
+        """Return the share of a step that is saved if expert work takes ``moe_share`` of it. Refreshing replicas is
+        taken off, moving is not; below 0 a step is longer."""
         return moe_share * (1 - self.expert_seconds) - self.refresh
 
     @property
     def cost(self) -> float:
-        """Return the share of a step that expert work must take less."""
+        """Return the share of a step that expert work must save: for moves, with a margin, and replicas' refresh."""
         return max(self.moving + LEAST_SAVED, HYSTERESIS * self.moving) + self.refresh
 
     def pays(self, moe_share: float) -> bool:
@@ -112,7 +112,7 @@ class Assessment:
         return None if self.best is None else self.best.pays(self.figures.shares[0])
 
     def fields(self) -> dict[str, Any]:
-        """Return what ``eplb-runtime assess --json`` prints; what was not judged is null."""
+        """Return the JSON object of ``eplb-runtime assess --json``; None: not judged, or the record cannot say."""
         names, best, saved = ("now", "homes", "replicas"), self.best, dict.fromkeys(("share", "low", "high"))
         return {
             "pays": self.pays,
@@ -124,7 +124,7 @@ class Assessment:
         }
 
     def paragraph(self) -> str:
-        """Return the answer in words, on one line."""
+        """Return notes, figures, verdict and advice as sentences on one line."""
         said = [*self.notes, *([] if self.best is None else self._figures_in_words(self.best))]
         return " ".join([*said, self.verdict, self.advice]).replace("%", " %")
 
@@ -159,11 +159,11 @@ class Assessment:
 
 
 def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
-    """Would balancing have paid in the steps that were recorded?
+    """Return whether balancing would have paid in the steps that were recorded, with figures and advice.
 
     Experts stay in logical order, or their homes move, or each rank has replica slots as well; each plan sees the past
     alone, is judged on the windows until the next, and goes through the default gate. Expert work takes its share of a
-    step as the job is now, and grows with the busiest rank's tokens, as for the gate of a running job.
+    step as the job is now, and grows with the busiest rank's tokens. ``best`` is None if the record cannot say.
 
     Args:
         record: the series.
@@ -212,7 +212,7 @@ def assess(record: JobRecord, given: Mapping[str, Any]) -> Assessment:
 
 
 def figures_of(record: JobRecord, given: Mapping[str, Any]) -> Figures:
-    """Return the figures that were given, else recorded, else assumed."""
+    """Return each figure as ``given`` under its option's name, else as recorded, else as assumed."""
     job, (windows, _, experts) = record.job, record.load.shape
 
     def resolve(name: str, known: Any, default: Any) -> Any:

@@ -59,7 +59,8 @@ class Times:
         return self.forward + self.backward if self.overlapped is None else self.overlapped
 
     def of(self, step: Step, stretch_S: Sequence[float]) -> float:
-        """Of a step, where each stage takes so many times as long."""
+        """Return the time of a step in which stage s takes ``stretch_S[s]`` times as long. A step of two parts takes as
+        long as `together`, stretched as much as the sum of its parts."""
         alone = {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight, BACKWARD: self.backward}
         stretched = sum(alone[part.kind] * stretch_S[part.stage] for part in step)
         if len(step) == 1:
@@ -69,7 +70,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Played:
-    """A schedule with times.
+    """What `follow` returns: a schedule with times.
 
     Args:
         span: from the first step to the last one's end.
@@ -87,11 +88,11 @@ class Played:
 
     @property
     def bubble(self) -> float:
-        """Idle time of a rank, mean over ranks."""
+        """Return the time in which a rank has no step, mean over ranks."""
         return float(self.span - self.busy_R.mean())
 
     def summary(self) -> dict[str, Any]:
-        """JSON-able: ``step`` (the span), ``bubble``, ``bubble_share`` (of the step), ``parameters`` and
+        """Return JSON-able figures: ``step`` (the span), ``bubble``, ``bubble_share`` (of the step), ``parameters`` and
         ``activations`` (of the rank that has most)."""
         return {
             "step": self.span,
@@ -103,7 +104,8 @@ class Played:
 
 
 def follow(table: Table, times: Times, stretch_S: Sequence[float] | None = None) -> Played:
-    """Play a table: each rank takes its steps in order, each as soon as what it needs is there.
+    """Return when each step of a table begins, and what ranks hold. Each rank takes its steps in order, each as soon as
+    the parts that it needs are done.
 
     Args:
         stretch_S: how many times as long each stage takes; None: all once.
@@ -183,7 +185,7 @@ MOST_STEPS = 4_000_000
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Table:
-    """1F1B. (torch's table of it numbers the last rank's forwards from 1, and cannot be played.)"""
+    """Return the table of 1F1B, a stage a rank. (torch's numbers the last rank's forwards from 1, and cannot run.)"""
     table: Table = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, microbatches)
@@ -257,7 +259,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def table_of(name: str, ranks: int, microbatches: int) -> Table:
-    """The table of one of SCHEDULES.
+    """Return the table of one of SCHEDULES.
 
     Raises:
         BubbleError: there is no such schedule, or not for so many ranks or micro-batches.

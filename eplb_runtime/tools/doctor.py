@@ -1,5 +1,4 @@
-"""Parts of this machine that a job can use: versions, back ends, compiled code, and transports of experts, which are
-tried on the ranks that torchrun started, and how fast their links are."""
+"""Parts of this machine that a job can use: versions, back ends, compiled code, and transports with their speed."""
 
 import os
 import platform
@@ -47,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return what carries tokens and experts, and whether decisions are compiled already."""
+    """Return what can carry tokens and experts here, each with the reason why or why not; last comes `compiled`."""
     gloo = dist.is_available() and dist.is_gloo_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
     nccl = "torch sees no CUDA device" if has_nccl else "torch was built without it"
@@ -68,7 +67,7 @@ def backends() -> tuple[Backend, ...]:
 
 
 def compiled() -> Backend:
-    """Return whether what decisions need is compiled already, and where it is kept."""
+    """Return whether numba can compile here and write its cache; ``why`` says whether plans are compiled already."""
     folder, name = cache_folder(), "numba cache"
     shown = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
     if not compiles():
@@ -84,8 +83,8 @@ def compiled() -> Backend:
 
 @dataclass(frozen=True)
 class TransportTrial:
-    """A transport as it was found. Bandwidths of a rank that sends and receives at once, the slowest one's; None: no
-    such link was there to measure."""
+    """A transport as it was found. Bandwidths are those of the slowest rank while each sends and receives at once;
+    None: there was no such link to measure."""
 
     name: str
     device: str
@@ -96,8 +95,8 @@ class TransportTrial:
 
 
 def try_transports(device: torch.device) -> tuple[TransportTrial, ...]:
-    """Warm every transport up on the ranks of the process group and measure its links. Collective; never raises for a
-    transport that cannot be used here."""
+    """Return a trial of each transport on the ranks of the process group: warmed up, its links measured, and closed.
+    Collective. A transport that fails here is returned as not ``usable``, with the reason."""
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
     try:
         return tuple(_tried(name, device, control) for name in TRANSPORTS)

@@ -19,27 +19,27 @@ class LaunchError(ValueError):
 
 
 def launched() -> bool:
-    """Return whether torchrun (or a launcher that sets what it sets) started this process."""
+    """Return whether torchrun, or a launcher that sets the same environment variables, started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= launcher_environment().keys()
 
 
 def is_first() -> bool:
-    """Return whether this is the rank that speaks for all."""
+    """Return whether this process has rank 0, by the launcher's environment; without a launcher, True."""
     return launcher_environment().get("RANK", "0") == "0"
 
 
 def start_ranks(arguments: Sequence[str], ranks: int, module: str = "eplb_runtime.cli") -> int:
-    """Run a module with these arguments on so many ranks of this machine, one thread each; its exit status."""
+    """Run a module with these arguments by torchrun on ``ranks`` ranks of this machine, and return its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run([*torchrun, "-m", module, *arguments], check=False).returncode
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[torch.device]:
-    """Initialise torch.distributed in the block, with torchrun's ranks or this process alone; yields its device.
+    """Yield this rank's device, with a default process group for the block: torchrun's ranks, or this process alone.
 
     Args:
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL and gloo; each rank of a node has its own GPU).
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL and gloo; the rank's own GPU becomes torch's current device).
 
     Raises:
         LaunchError: there is no GPU, or fewer than ranks on this node, or ranks share one.
@@ -60,7 +60,7 @@ def process_group(device: str) -> Iterator[torch.device]:
 
 
 def refuse_shared_gpus(gpu: str) -> None:
-    """Refuse ranks that have the same GPU. Collective. ``gpu``: name of this rank's on its node; "": none."""
+    """Raise LaunchError if two ranks have one GPU. Collective. ``gpu``: this rank's, a name on its node; "": none."""
     world = dist.distributed_c10d._get_default_group()
     word = json.dumps([node_of_this_rank(), gpu]).encode()
     rank_of: dict[bytes, int] = {}

@@ -1,5 +1,4 @@
-"""Would a job attach? Options of a recipe (Megatron's flags, overrides of verl, JSON, or Accelerate's YAML), judged by
-the checks that `attach` makes on a live job."""
+"""Would a job attach? Options of a recipe, judged by the checks that `attach` makes on a live job."""
 
 import json
 import re
@@ -54,9 +53,11 @@ class Recipe(NamedTuple):
 
 
 def answer(recipe: Recipe) -> dict[str, Any]:
-    """Judge a recipe by the checks that `attach` makes. Returns ``attaches`` and ``exact`` (None: not known),
-    ``refused``, ``undecided`` settings that a check needs and that are not known, ``assumed`` defaults, and ``unknown``
-    settings that the recipe does not show, with their source. Raises FileError: a size is no whole number above 0."""
+    """Return what the checks of `attach` say of a recipe. ``attaches``: whether it would; None: not known. ``exact``:
+    whether training stays the same to the ``"bit"`` or to ``"rounding"``; None: refused, or not known. ``refused``: the
+    refusals. ``undecided``: settings that a check needs and that are not known. ``assumed``: defaults of settings that
+    are not given. ``unknown``: settings without a known value, with the place that may have it. FileError: a size is no
+    whole number above 0."""
     given = recipe.options
     if recipe.of == transformers.VERSION:
         found = [asdict(one) for one in transformers.refusals(given)]
@@ -83,8 +84,8 @@ def answer(recipe: Recipe) -> dict[str, Any]:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Return the recipe of a JSON file, Accelerate's YAML, a shell script or a text. Raises FileError: it is none of a
-    model with experts, or cannot be read; OSError: there is no such file."""
+    """Return the recipe in a JSON file, Accelerate's YAML, a shell script or a text. FileError: the file cannot be
+    read, or is no recipe of a model with experts. OSError: there is no such file."""
     file, kind = Path(path), {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(Path(path).suffix)
     require_readable(file, MOST_BYTES)
     text = file.read_text(errors="replace")

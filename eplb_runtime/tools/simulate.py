@@ -1,8 +1,7 @@
 """Play a series of loads through policies: plan on the past, judge on what came next.
 
 Each policy starts from experts in logical order, sees only windows that are over, replans every few windows, and is
-judged window by window with the split that its layout really uses. Step times come from a small model, stated at
-:class:`StepModel`; they compare policies, they do not predict a cluster.
+judged by the split that its layout really uses. Step times (`StepModel`) compare policies, and predict no cluster.
 """
 
 from collections.abc import Sequence
@@ -56,10 +55,10 @@ class StepModel:
     stall_seconds: float = 0.0
 
     def slot_bytes(self, placement: Placement) -> int:
-        """Bytes to fill a slot that is no home: one expert's weights in the home layout.
+        """Return the bytes to fill a slot that is no home: one expert's weights in the home layout.
 
-        In the free layout no copy is marked as the owner, whose optimizer state must move: there each slot
-        counts as the average of E owners and P - E copies.
+        In the free layout no copy is marked as the owner, whose optimizer state must move: there each slot counts as
+        the average of E owners and P - E copies.
         """
         if placement.layout == "home":
             return self.replica_bytes
@@ -69,7 +68,7 @@ class StepModel:
     def seconds(
         self, busiest_rank_tokens: FloatArray, topology: Topology, received_LR2: FloatArray | None = None
     ) -> float:
-        """Seconds of all layers.
+        """Return the seconds of all expert layers in a step: compute and exchange.
 
         Args:
             busiest_rank_tokens: ``[L]``, token-expert pairs on the busiest rank.
@@ -85,8 +84,7 @@ class StepModel:
         return float((busiest_rank_tokens * self.token_seconds + exchange).sum())
 
     def refresh_seconds(self, num_layers: int, replica_slots: int, topology: Topology) -> float:
-        """Seconds of a step in which every replica gets its weights again and sends its gradients home, as if nothing
-        hid them."""
+        """Return the seconds of a step in which replicas get weights and send gradients home, if nothing hides them."""
         bandwidth = topology.intra_node_bandwidth if topology.num_nodes == 1 else topology.inter_node_bandwidth
         return num_layers * replica_slots * (self.replica_bytes + self.gradient_bytes) / bandwidth
 
@@ -115,8 +113,8 @@ class PolicyRun:
         return sum(plan.bytes_intra_node + plan.bytes_inter_node for plan in self.plans)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the ``simulate`` command: over all judged windows and layers; ``step_seconds`` with the
-        time that migrations took, spread over all steps; ``plan_seconds`` of one plan, the mean."""
+        """Return the figures of the ``simulate`` command over all judged windows and layers. ``step_seconds`` has the
+        time of migrations, spread over all steps; ``plan_seconds`` is the mean of one plan."""
         balancedness, all_slots = 1 / self.imbalance, self.plans[0].placement.physical_to_logical.size
         seconds = sum(self.step_seconds) + sum(self.migration_seconds) / self.steps_per_window
         return {
@@ -168,7 +166,7 @@ def simulate(
     policies: Sequence[str],
     step_model: StepModel | None = None,
 ) -> list[PolicyRun]:
-    """Run each policy over the series.
+    """Play the series through each policy, and return a `PolicyRun` for each.
 
     Args:
         policies: names of ``planner.policies.POLICIES``, each in its own layout.

@@ -1,5 +1,4 @@
-"""Proves that a job trains the same wherever its experts are: runs a few steps of it in several layouts, and compares
-what `hosts.attaching.trial` has put on record, to the bit or to rounding."""
+"""Proves that a job trains the same wherever its experts are: compares a few steps of it in several layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +22,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..config import BalancerConfig, Trial, launcher_environment, set_trial
+from ..config import BalancerConfig, Trial, launcher_environment, set_trial, take_trial
 from ..hosts import attach
 from ..hosts.attaching.trial import KINDS
-
-__all__ = ["Report", "verify", "verify_command"]
 
 SEED = 20250710
 _LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
@@ -100,11 +97,11 @@ class Run:
 
     @property
     def length(self) -> int:
-        """Steps on record; -1: not even ``attach``."""
+        """Return the number of steps on record; -1: not even the state at ``attach``."""
         return len(list(self.folder.glob("step-*.jsonl"))) - 1
 
     def step(self, number: int) -> StepRecord:
-        """Return what is on record of a step."""
+        """Read the record of a step (0: at ``attach``) from the run's folder."""
         lines = (self.folder / f"step-{number:05d}.jsonl").read_text().splitlines()
         counts, *of_ranks = map(json.loads, lines)
         gathered: defaultdict[Key, list[Any]] = defaultdict(list)
@@ -122,9 +119,9 @@ class Run:
 
 
 def first_difference(one: Run, other: Run) -> dict[str, Any]:
-    """Return the first difference of any bit, as far as both runs came: step, tensor, expert and a rank that holds it,
-    and a hint; empty: there is none. Losses are not compared: a term over a rank's experts goes by where they are, and
-    its gradient may not."""
+    """Return the first difference of any bit, as far as both runs came: ``step``, ``tensor``, ``expert`` (None: it is
+    no expert's), ``rank`` that holds it, and ``hint``, in words. An empty dict: there is none. Losses are not compared:
+    a term over a rank's experts depends on where they are, and its gradient may not."""
     for number in range(min(one.length, other.length) + 1):
         here, there = one.step(number), other.step(number)
         lone = here.cells.keys() ^ there.cells.keys()
@@ -166,7 +163,8 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 
 def untrained(run: Run) -> Iterator[str]:
-    """Say which parameter has a gradient, where no step changes any such (of experts; of the rest)."""
+    """Yield a sentence if experts have gradients after the last step and no step has changed any of these weights, and
+    one if that is so of all other weights with gradients."""
     first, last = run.step(0).cells, run.step(run.length).cells
     trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
     for is_expert in (True, False):
@@ -176,8 +174,8 @@ def untrained(run: Run) -> Iterator[str]:
 
 
 def shares(single: Run) -> Iterator[str]:
-    """Say whose gradient the loop multiplies by a number of ranks, and those of experts not, where it gets averages in
-    each of two steps: what clips these alone has a factor of each step's own."""
+    """Yield a sentence for each tensor outside the experts whose gradient the loop multiplies or divides by a number of
+    ranks, relative to experts' gradients, in two successive steps. (Clipping has another factor in each step.)"""
     before, ranks = dict[str, float](), int(single.meta["ranks"])
     numbers = [one for n in range(2, ranks + 1) if ranks % n == 0 for one in (n, 1 / n)]
     for step in map(single.step, range(1, single.length + 1)):
@@ -198,9 +196,10 @@ def shares(single: Run) -> Iterator[str]:
 
 
 def to_rounding(fixed: Run, other: Run) -> dict[str, Any]:
-    """Compare gradients and updates of each step until tokens are routed otherwise, and there how many are. Returns
-    ``worst``, of a tensor at a step, the difference that comes closest to what is allowed, or is above, relative to its
-    tensor; ``steps`` that were compared; ``equal`` is None where nothing could be."""
+    """Compare gradients and updates step by step until tokens are routed differently (many tokens: not equal). Return
+    ``equal`` (None: routed differently in step 1, nothing was compared); ``worst``, the difference that is closest to
+    what is allowed or above it, relative to its ``tensor``, with its ``step``; and ``steps``, how many were
+    compared."""
     worst, before = (0.0, 0.0, "", 0), (fixed.step(0), other.step(0))
     rounding, length = float(fixed.meta["rounding"]), min(fixed.length, other.length)
     equal: bool | None = True
@@ -293,7 +292,7 @@ class Report:
         return self.verdict == "right"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of ``eplb-runtime verify --json``; numbers that JSON does not have are null."""
+        """Return the JSON object of ``eplb-runtime verify --json``. NaN and infinity become None."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return found
 
@@ -319,7 +318,7 @@ class Report:
 
 
 def proof(run: Callable[[str], Run]) -> Report:
-    """Run a job in one layout of a `Trial` after another, and return what these have shown."""
+    """Call ``run`` with the layouts of a `Trial`, as far as needed, and return what these runs have shown."""
     runs = [fixed := run("fixed")]
     meta, found = fixed.meta, dict[str, Any](steps=max(0, fixed.length))
     found |= {"ranks": meta.get("ranks", 0), "notes": tuple(meta.get("notes", ()))}
@@ -390,8 +389,8 @@ def _answer(run: Callable[[str, Path], Run]) -> Report:
 
 
 def verify_command(command: Sequence[str], steps: int = 12) -> Report:
-    """Run a command, as a user types it, in each layout for so many optimizer steps; its output and the progress go to
-    stderr."""
+    """Run a command, as a user types it, in each layout for so many optimizer steps, and return what a comparison
+    shows. Its output and the progress go to stderr. After each run all processes that it started are killed."""
 
     def run(layout: str, folder: Path) -> Run:
         nonlocal steps
@@ -428,7 +427,7 @@ def _run(command: Sequence[str], trial: Trial, title: str) -> Run:
 
 
 def started(folder: Path) -> list[int]:
-    """Return the processes that a job with records in a folder has started: they have its environment."""
+    """Return the ids of processes that a job with records in ``folder`` has started, by their environment."""
     found, ours = list[int](), f"{_STARTED}={folder}\0".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -437,7 +436,7 @@ def started(folder: Path) -> list[int]:
 
 
 def end(folder: Path) -> None:
-    """End all that a job with records in a folder has started: it has nothing to save."""
+    """Kill all processes that a job with records in ``folder`` has started, and wait until none is left."""
     while left := started(folder):
         for process in left:
             with suppress(ProcessLookupError):
@@ -455,8 +454,9 @@ def verify(
     ep_group: dist.ProcessGroup | None = None,
     loss: Callable[[Any, Any], Tensor] = lambda output, batch: output.loss,
 ) -> Report:
-    """Train with experts fixed, moved after each step, and all of them on each rank; return what a comparison shows,
-    equal on every rank. Collective. The balancer averages gradients outside the experts. Each step begins with a seed.
+    """Train with experts fixed, moved after each step, all of them on each rank, and with replicas if ``config`` has
+    them. Return what a comparison shows, equal on every rank. Collective. The balancer averages gradients outside the
+    experts, whatever ``config`` says. torch is seeded in each step.
 
     Args:
         make_model: a new model on its device, the same weights at each call and on every rank.
@@ -473,10 +473,13 @@ def verify(
 
     def run(layout: str, folder: Path) -> Run:
         set_trial(Trial(layout, steps, str(folder), ends_process=False))
-        torch.manual_seed(SEED)
-        optimizer = make_optimizer(model := make_model())
-        balancer = attach(model, optimizer, config=config, ep_group=ep_group)
         try:
+            torch.manual_seed(SEED)
+            optimizer = make_optimizer(model := make_model())
+            balancer = attach(model, optimizer, config=config, ep_group=ep_group)
+        finally:
+            take_trial()  # what failed before attach took it
+        with closing(balancer):
             model.train()
             for step in range(steps):
                 torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())  # for dropout and the like
@@ -488,8 +491,6 @@ def verify(
                 value.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        finally:
-            balancer.close()
         return Run.of(folder)
 
     return _answer(run)

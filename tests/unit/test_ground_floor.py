@@ -1,7 +1,5 @@
 """Settings, topology and events: values that refuse what cannot work, and a log that no listener can break."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import importlib

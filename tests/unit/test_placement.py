@@ -1,7 +1,5 @@
 """A placement that exists is a valid one; what breaks a rule is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """README is short, its script is the example's file, and what any README links to or types in is there."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,8 +1,6 @@
 """What tests take from each other is there: also where Megatron, verl or torchtitan are not installed, so that a module
 is not imported or its tests are skipped."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -1,11 +1,9 @@
 """Parts of one gradient norm over a model whose experts and stages are spread over ranks.
 
-Each logical expert counts once, and sums are taken in logical order: the norm does not depend on the placement. An
-expert whose gradient is cut over ranks has one that is equal to the bit wherever the cuts are: its squares are added as
-whole numbers, which is exact in any order.
+Each logical expert counts once, and sums are taken in logical order: the norm does not depend on the placement. Where
+an expert's gradient is cut over ranks, its squares are added as whole numbers, which is exact in any order, so the norm
+is equal to the bit wherever the cuts are.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,10 +47,10 @@ def powers_of_experts(
     slices: dist.ProcessGroup | None,
     norm_type: float,
 ) -> list[Tensor]:
-    """Return `_power` of the norm of each expert parameter's gradient over all its experts: float64 scalars, equal on
-    every rank. ``gradients``: ``(layer, gradient)`` of this rank's homes, or its slices (over ``slices``) or ranges of
-    them, on every rank of ``groups.rows`` for the same parameters; ``logical_of_rows_LH``: the logical expert of each
-    row."""
+    """Return the norm of each expert parameter's gradient over all its experts to the power ``norm_type`` (``inf``: the
+    norm): float64 scalars, equal on every rank. Collective. ``gradients``: ``(layer, gradient)`` of this rank's homes,
+    or its slices (over ``slices``) or ranges of them, on every rank of ``groups.rows`` for the same parameters;
+    ``logical_of_rows_LH``: the logical expert of each row."""
     device = logical_of_rows_LH.device
     powers_NE = torch.zeros(len(gradients), num_experts, dtype=torch.float64, device=device)
     divided = [gradient for _, gradient in gradients if isinstance(gradient, RangesOfSlots)]
@@ -77,7 +75,8 @@ def powers_of_experts(
 
 
 def combined(powers: Tensor, norm_type: float) -> Tensor:
-    """Powers of norms ``[N, ...]`` of parts -> of the whole ``[...]``; a NaN stays one."""
+    """Return the power of a norm, ``[...]``, from those of its N parts, ``[N, ...]``: the sum, or the maximum for
+    ``inf``. A NaN stays one."""
     return powers.amax(dim=0) if math.isinf(norm_type) else powers.sum(dim=0)
 
 
@@ -96,7 +95,8 @@ def _norms_of_rows(gradient: Tensor | Sequence[Tensor | None], like: Tensor, nor
 
 
 def powers_of_dense(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """Power of the norm of each gradient that is equal on every rank, and one of all DTensors of each mesh."""
+    """Return the norm to the power ``norm_type`` of each gradient that is equal on every rank, and one of all DTensors
+    of each mesh: float64 scalars. Collective with DTensors."""
     gradients = [g.abs() if g.is_complex() else g for g in gradients]
     norms = [
         torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in gradients if not isinstance(g, DTensor)
@@ -109,7 +109,8 @@ def powers_of_dense(gradients: Sequence[Tensor], norm_type: float) -> list[Tenso
 
 
 def over_stages(powers: Sequence[Tensor], groups: ProcessGroups, device: torch.device, norm_type: float) -> Tensor:
-    """Powers of norms of a stage's gradients -> a scalar for all pipeline stages, equal bit for bit on every rank."""
+    """Return the power of the norm over all pipeline stages, a float64 scalar equal bit for bit on every rank, from
+    ``powers`` of this stage's norms. Collective with several stages."""
     job = groups.job
     of_stage = combined(torch.stack([torch.zeros((), dtype=torch.float64, device=device), *powers]), norm_type)
     if len(job.stage_sets) == 1:
@@ -127,8 +128,9 @@ def over_stages(powers: Sequence[Tensor], groups: ProcessGroups, device: torch.d
 def squares_of_slots(
     layers: Sequence[RangesOfSlots], place: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
-    """Return for each of ``layers`` float64 ``[slots]``: squared 2-norms, equal on all ranks of the group.
-    Collective."""
+    """Return squared 2-norms of each slot over all ranges, float64 ``[slots]`` for each of ``layers``, equal on all
+    ranks of the group. ``place``: this rank's number in the group. Collective. RuntimeError: a gradient has other
+    elements than its range on this rank."""
     flats = []
     slots = (pair for one in layers for pair in zip(one.gradients, one.ranges, strict=True))
     for gradient, (first, end) in ((gradient, ranges[place]) for gradient, ranges in slots):
@@ -153,8 +155,7 @@ def squares_of_slots(
 
 
 def _whole_numbers(flat: Tensor, factor: Tensor) -> Tensor:
-    """int64 ``[2]``: the sum of squares, of elements that the factor brings below one, in steps and in steps of
-    these."""
+    """int64 ``[2]``: the sum of squares of elements times the factor (below one), in `_STEPS` and in steps of steps."""
     total = torch.zeros(2, dtype=torch.int64, device=flat.device)
     for part in flat.split(_CHUNK):
         squares = part.double().mul_(factor).square_().mul_(_STEPS)

@@ -1,5 +1,4 @@
-"""Gradients of a model with spread experts: divided as backward passes make them, summed over ranks once a step, and
-clipped by one norm.
+"""Gradients of a model with spread experts: divided in backward passes, summed over ranks once a step, and clipped.
 
 Tokens of all ranks reach an expert in its layer, so what a layer gives is divided there. What reaches a parameter past
 its layer (a penalty over all parameters, a second head) comes from the ranks that hold the expert alone, where a
@@ -8,8 +7,6 @@ parameter outside the experts gets it from all ranks: so gradients of experts ar
 What arrives is scaled, so that what is reduced is a mean over ranks: it may be averaged again, with contributions that
 came since. So a loop may look at gradients as often as it likes, go on adding to them, and never zero them.
 """
-
-from __future__ import annotations
 
 import math
 import weakref
@@ -61,8 +58,7 @@ class Gradients(LoopHooks):
         self._divide_trained()
 
     def _divide_trained(self) -> None:
-        """Divide gradients of parameters that are trained since the last call; sliced ones are where they are
-        computed."""
+        """Divide gradients of parameters that are trained since the last call; slices are divided earlier."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._divided and not is_sliced(parameter):
                 parameter.register_hook(partial(self._divide, parameter))
@@ -80,11 +76,13 @@ class Gradients(LoopHooks):
         return gradient if self._divisor == 1 else torch.div(gradient, self._divisor)
 
     def on_step_end(self) -> None:
-        """New gradients begin."""
+        """Let the next reduction take gradients as new, also those that were written by hand."""
         self._first = True
 
     def on_forward_begin(self, trains: bool) -> None:
-        """Expect new gradients in training; RuntimeError: replicas have no place for some."""
+        """In training, hook parameters that are trained since the last time, to divide their gradients, and drop what
+        replicas have under way of a backward pass that never ended. RuntimeError, with replicas: a parameter has hooks
+        that replicas' gradients would pass by, or was frozen at attach and is trained now."""
         if not trains:
             return
         for name, parameter in self._parameters.items() if self._replicas is not None else ():
@@ -108,7 +106,8 @@ class Gradients(LoopHooks):
             self._registry.forget_zeroed()
 
     def arrives(self, parameter: Tensor) -> None:
-        """Note that a backward pass, or a replica, is about to add to the gradient of an expert parameter."""
+        """Note that a backward pass, or a replica, is about to add to the gradient of an expert parameter.
+        RuntimeError: the gradient there is of experts that have moved away, and was not zeroed."""
         self._new = True
         if self._registry.has_left_behind:
             self._registry.check_no_stale_gradients(parameter)
@@ -119,7 +118,8 @@ class Gradients(LoopHooks):
         self.reduce()
 
     def reduce(self) -> None:
-        """Reduce all gradients for the optimizer; without new ones nothing happens. Collective."""
+        """Add gradients of replicas to their homes', and average gradients over ranks in place; without new ones
+        nothing happens. Collective. RuntimeError: a gradient is of experts that have moved away."""
         if self._registry.has_left_behind:
             self._registry.check_no_stale_gradients()
         if self._replicas is not None:  # replicas may have gradients that no home shows yet
@@ -134,7 +134,8 @@ class Gradients(LoopHooks):
 
     @torch.no_grad()
     def clip(self, max_norm: float, parameters: Iterable[Tensor] | None, norm_type: float) -> Tensor:
-        """Return the norm before, float64. Reduces gradients, then scales them; see `Balancer.clip_grad_norm_`."""
+        """Reduce gradients, scale them in place so that their norm is at most ``max_norm``, and return the norm before,
+        a float64 scalar. Collective; see `Balancer.clip_grad_norm_`."""
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type}: give a number above 0, or math.inf")
         chosen = None if parameters is None else self._chosen(parameters)
@@ -173,7 +174,7 @@ class Gradients(LoopHooks):
     @torch.no_grad()
     def square_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
         """Return the squared norm over all experts of the model, for a host that clips by itself: a float64 scalar,
-        equal on every rank and for every placement. Collective."""
+        equal on every rank and for every placement. ``gradient_of``: gives a parameter's gradient. Collective."""
         return over_stages(self._powers_of_experts(gradient_of, 2.0), self._groups, self._device, 2.0)
 
     def _powers_of_experts(self, gradient_of: Callable[[Tensor], Tensor | None], norm_type: float) -> list[Tensor]:
@@ -198,8 +199,8 @@ class Gradients(LoopHooks):
 
 
 def foreign_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """Foreign hooks on the gradient of a parameter (``register_hook``, ``register_post_accumulate_grad_hook``): neither
-    this package's nor those of torch's own wrappers of models."""
+    """Return the hooks on the gradient of a parameter (``register_hook``, ``register_post_accumulate_grad_hook``) that
+    are neither this package's nor those of torch's own wrappers of models."""
     both = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
     return [hook for hooks in both for hook in (hooks or {}).values() if not _is_known(hook)]
 
@@ -214,12 +215,8 @@ def _is_known(hook: Callable[..., Any]) -> bool:
 
 class Averaging:
     """Averages the gradients of some parameters, the same on every rank of a group; more may join. A mean stays what it
-    is if it is averaged again, with new contributions or without.
-
-    Args:
-        scale: factor of what arrives from now on; None: the caller scales it, and calls `arrives`.
-        in_rank_order: each element is added in the order of the ranks, for rows that move.
-    """
+    is if it is averaged again, with new contributions or without. ``scale``: factor of what arrives from now on; None:
+    the caller scales it, and calls `arrives`. ``in_rank_order``: elements are added in the order of the ranks."""
 
     def __init__(
         self,
@@ -237,19 +234,19 @@ class Averaging:
 
     @property
     def has_new(self) -> bool:
-        """Return whether gradients have come since the last reduction, or are other tensors than it left."""
+        """Return whether gradients came, were replaced or taken away since the last reduction. Calls `watch_all`."""
         self.watch_all()
         return self._any_taken or any(self._kind(parameter) for parameter in self._parameters.values())
 
     def arrives(self, parameter: Tensor) -> None:
-        """Note that a backward pass is about to add to this gradient."""
+        """Note that a backward pass is about to add to this parameter's gradient."""
         self._arrived.add(parameter)
 
     @torch.no_grad()
     def reduce(self, *, first: bool) -> None:
-        """Average new gradients in place. Collective over the group. A parameter without a gradient on some ranks takes
-        part with zeros, one without on every rank stays so. ``first``: for the first time since a step ended, when
-        gradients may have been written by hand."""
+        """Average new gradients in place. Collective over the group. A parameter without a gradient takes part with
+        zeros, which become its ``.grad``, where another rank has one; else it is left out. ``first``: for the first
+        time since a step ended, when gradients may have been written by hand."""
         self.watch_all()
         parameters = list(self._parameters.values())
         if not parameters:
@@ -275,7 +272,8 @@ class Averaging:
 
     @torch.no_grad()
     def watch_all(self) -> None:
-        """Watch parameters that have joined since the last call, or are trained since; their gradients are raw."""
+        """Hook parameters that have joined since the last call, or are trained since: gradients that arrive are scaled
+        and noted. A gradient that is there already is scaled in place. Without ``scale`` the caller does both."""
         for parameter in self._parameters.values():
             if parameter in self._watched or not parameter.requires_grad:
                 continue
@@ -307,15 +305,14 @@ class Averaging:
 
 
 def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the ranks of a group, each element added in the order of the ranks. An all-reduce adds in an
-    order that depends on an element's place: an expert's gradient would depend on its slot. Here each rank sums one
-    part."""
+    """Return the sum over the ranks of a group, each element added in the order of the ranks. Collective. An all-reduce
+    adds in an order that depends on an element's place, so an expert's gradient would depend on its slot."""
     padded = torch.nn.functional.pad(flat_N, (0, -flat_N.numel() % group.size()))
     return gather_rows(part_of_sum(padded, group), group).view(-1)[: flat_N.numel()]
 
 
 def part_of_sum(padded_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum over the ranks of a group, each element added in the order of the ranks."""
+    """Return this rank's share of the elements of a sum over a group's ranks, each added in rank order. Collective."""
     shards_N = torch.empty_like(padded_N)
     dist.all_to_all_single(shards_N, padded_N, group=group)
     first, *others = shards_N.view(group.size(), -1)
@@ -325,14 +322,14 @@ def part_of_sum(padded_N: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def bit_words(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as whole numbers of their size."""
+    """Return a view of a tensor's elements as integers of their size; a complex element is two."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def bit_sums(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """int64: the sum of all bits of each tensor as whole numbers, which a change of any element changes; 0 of None.
-    Computed on their device without a sync; each tensor is read once."""
+    """Return the sum of all bits of each tensor as whole numbers, int64 ``[N]``, which a change of any element changes;
+    0 for None. Computed on their device without a sync; each tensor is read once."""
     sums = [torch.zeros((), dtype=torch.int64, device=device)] * len(tensors)
     for place, tensor in enumerate(tensors):
         if tensor is not None:

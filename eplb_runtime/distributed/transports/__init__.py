@@ -1,8 +1,6 @@
 """Transports of expert bytes by the name that users give, one file each behind `base.Transport`. The one that fits is
 what each rank finds, one choice for all ranks, and torch where that does not work. How fast it is is measured once."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -26,14 +24,15 @@ logger = logging.getLogger("eplb_runtime")
 
 
 def why_rather_not(name: str, device: torch.device) -> str:
-    """Return why this rank would rather not use one of the transports that ``"auto"`` chooses from, or ""."""
+    """Return why this rank would rather not use ``name``, "cuda_ipc" or "nixl"; "": it would."""
     if name == "cuda_ipc":
         return symmetric.why_not(device)
     return nixl.why_not() if device.type == "cpu" and nixl.rdma_devices() else "no RDMA between CPUs"
 
 
 def automatic(group: dist.ProcessGroup, backend: str, device: torch.device, timeout_seconds: float) -> Transport:
-    """Return the transport that works on every rank, warmed up unless it is torch's. Collective, and in time."""
+    """Return the transport that works on every rank: inside a node CUDA IPC, between nodes NIXL, both warmed up; else
+    torch's, not warmed up. Rank 0 logs which and why. Collective. ``timeout_seconds`` is for all of it."""
     arguments, deadline = (group, backend, device, timeout_seconds), time.monotonic() + timeout_seconds
     made: Transport = TorchPointToPoint(*arguments)
     of_torch, here = made, (group, made.device, deadline)
@@ -79,8 +78,9 @@ def measure(
     timeout_seconds: float,
     peers: Sequence[int] | None = None,
 ) -> Topology:
-    """Return the topology with measured bandwidths: the slowest rank's, every rank sending and receiving at once, in a
-    ring inside each node, then one across nodes. A link class that does not exist keeps its default. Collective."""
+    """Return the topology with measured bandwidths (bytes a second): the slowest rank's while every rank sends and
+    receives, in a ring inside each node, then one across nodes. A link class that does not exist keeps its default.
+    Collective. TransportError: it failed. ``peers``: the transport's rank of each EP rank; None: the same numbers."""
     size, node = topology.num_ranks, topology.ranks_per_node
     peers = range(size) if peers is None else peers
     first, local = ep_rank - ep_rank % node, ep_rank % node

@@ -1,8 +1,6 @@
 """The contract of transports: they post messages and return a `Pending` to poll, wait for or abort. Parts that several
 share: a stream next to the training one, and waits with a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from abc import ABC, abstractmethod
@@ -33,12 +31,12 @@ class Pending:
     rows to come neither read nor written. What a transport does without a thread goes on while somebody polls."""
 
     def poll(self) -> bool:
-        """Return whether all of it is done, without waiting; TransportError: it has failed."""
+        """Return whether all messages are done, without waiting; TransportError: some failed."""
         return True
 
     def wait(self, deadline: float) -> None:
-        """Wait until all of it is done, seen by the host and not only by a device's stream. May run on any thread.
-        TransportError: it has failed, or the deadline (of `time.monotonic`) passed and it was aborted."""
+        """Wait until all messages are done, seen by the host and not only by a device's stream. May run on any thread.
+        TransportError: some failed, or the deadline (of `time.monotonic`) passed and `abort` was called."""
         while not self.poll():
             if time.monotonic() > deadline:
                 self.abort()
@@ -46,7 +44,7 @@ class Pending:
             time.sleep(POLL_SECONDS)
 
     def abort(self) -> None:
-        """Give it up; afterwards nothing is written any more. What is done stays done. May run on any thread."""
+        """Give up messages that are not done; their memory is not written any more. May run on any thread."""
 
 
 class Transport(ABC):
@@ -73,23 +71,23 @@ class Transport(ABC):
         self._timeout, self._package = timeout_seconds, package
 
     def wait_at_most(self, seconds: float) -> None:
-        """Replace the timeout, for what is posted from here on."""
+        """Set the timeout, in seconds, of what is posted from here on."""
         self._timeout = seconds
 
     @abstractmethod
     def warm_up(self, deadline: float) -> None:
-        """Open the connections to all peers, so that the first rebalance does not pay for them. Collective."""
+        """Open the connections to all peers, ahead of the first `post`. Collective. TransportError: it failed."""
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Begin to send and receive. What is sent has been computed by the current stream; nothing waits here."""
+        """Begin to send and receive, after the current stream's work so far; return what is pending without a wait."""
 
     def empty(self, nbytes: int) -> Tensor:
         """Return uninitialised uint8 memory that messages may live in (pinned where that is faster)."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def close(self) -> None:  # noqa: B027 (it may have nothing of its own)
-        """Give back what is the transport's own; nothing may be pending."""
+        """Release what only this transport uses; the base class has nothing. Nothing may be pending."""
 
     def _gather(self, mine: Any, deadline: float) -> list[Any]:
         """Return what each rank says, in JSON. Collective."""
@@ -125,12 +123,12 @@ class SideStream:
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def after_current(self) -> None:
-        """Let what comes from here on run after what the current stream has to do now."""
+        """Let later work of this stream wait for what is queued on the current stream now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def mark(self) -> Callable[[], bool]:
-        """Asks whether all so far is done."""
+        """Return a function that says, without waiting, whether all work given to this stream so far is done."""
         if self._stream is None:
             return lambda: True
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -139,7 +137,7 @@ class SideStream:
 
 
 def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
-    """Ask again and again until it is done; TransportError: the deadline passed."""
+    """Poll ``done`` until it returns True. TransportError, which names ``what``: the deadline passed."""
     while not done():
         if time.monotonic() > deadline:
             raise TransportError(f"{what} was not done in time")
@@ -147,7 +145,7 @@ def wait_until(done: Callable[[], bool], deadline: float, what: str) -> None:
 
 
 def synchronize(device: torch.device, deadline: float) -> None:
-    """Wait until all that the device has to do is done; TransportError: the deadline passed."""
+    """Wait, on a thread of its own, for all work queued on a GPU. TransportError: the deadline passed."""
     if device.type == "cuda":
         worker, seconds = Worker("eplb_runtime transport"), max(0.0, deadline - time.monotonic())
         try:

@@ -2,14 +2,11 @@
 
 DeepEP's calls are collective, and messages are not. So it serves migrations between steps only: every rank of the group
 posts once a round, and `post` carries. Ranks tell each other how many bytes go from whom to whom, and make the same
-calls, each with the next rows of every pair of ranks. A rank is one of DeepEP's experts here; rows arrive ordered by
-source rank, and by their position there.
+calls, each with the next rows of every pair. A rank is one of DeepEP's experts here; rows arrive by source rank.
 
 A buffer cannot be taken down by one rank (its end waits for all ranks on their GPUs), so a process keeps it. Tokens and
 experts go through the same one. Nothing of the package is imported unless asked for.
 """
-
-from __future__ import annotations
 
 import importlib
 import inspect
@@ -35,8 +32,7 @@ INSTALL = "build it from github.com/deepseek-ai/DeepEP for this torch and CUDA (
 NUM_SMS, RANKS_OF_A_NODE = 20, 8
 """Multiprocessors for communication, DeepEP's own choice; ranks of each of several nodes in its kernels."""
 SIZED_FOR_ROW_BYTES, ROW_BYTES = 16 << 10, 14336
-"""So that one buffer serves rows of all widths; a multiple of 32 that one call takes, and that DeepEP's tables are for.
-"""
+"""So that one buffer serves rows of all widths; a multiple of 32 that one call takes, and DeepEP's tables are for."""
 CHUNK_BYTES = 128 << 20
 """Bytes that a rank sends, and receives, in one call at most: as much to and from each rank."""
 _GRACE_SECONDS = 5.0
@@ -45,8 +41,8 @@ _buffers: dict[tuple[int, tuple[int, ...], int], Any] = {}
 
 
 def why_not(device: torch.device | None = None, *, low_latency: bool = False) -> str:
-    """Return why this process cannot use DeepEP, or "". Imports nothing. Low-latency kernels send by InfiniBand's queue
-    pairs, also inside a node, and without any they trap, which ends the CUDA context."""
+    """Return why this process cannot use DeepEP, or "". Imports nothing. ``low_latency``: those kernels also need
+    InfiniBand, inside a node too; without it they trap, which ends the CUDA context."""
     if device is not None and device.type != "cuda":
         return f"it carries between GPUs, and this model is on {device.type}"
     if not torch.cuda.is_available():
@@ -59,7 +55,7 @@ def why_not(device: torch.device | None = None, *, low_latency: bool = False) ->
 
 
 def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
-    """Return why DeepEP cannot carry between so many ranks, or ""."""
+    """Return why DeepEP cannot work between so many ranks, or ""."""
     if num_ranks > RANKS_OF_A_NODE:
         if num_ranks % RANKS_OF_A_NODE == ranks_per_node % RANKS_OF_A_NODE == 0:
             return ""
@@ -70,7 +66,7 @@ def why_not_between(num_ranks: int, ranks_per_node: int) -> str:
 
 
 def imported(asked: str = "dispatch='deepep'") -> Any:
-    """Return the package `deep_ep`, or raise ConfigError with the setting that wants it."""
+    """Import and return the package `deep_ep`. ConfigError: no import (the message names ``asked``), or no Buffer."""
     try:
         package = importlib.import_module("deep_ep")
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
@@ -81,7 +77,7 @@ def imported(asked: str = "dispatch='deepep'") -> Any:
 
 
 def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
-    """Return DeepEP's own settings for so many ranks, with the multiprocessors that were set last: there, and back."""
+    """Return DeepEP's configs of dispatch and of combine between so many ranks. ConfigError: it has none that fits."""
     if num_ranks > RANKS_OF_A_NODE:
         between_nodes = getattr(package.Buffer, "internode_dispatch", package.Buffer.dispatch)
         if "num_worst_tokens" not in inspect.signature(between_nodes).parameters:
@@ -93,7 +89,7 @@ def settings(package: Any, num_ranks: int) -> tuple[Any, Any]:
 
 
 def refuse_filled_memory() -> None:
-    """DeepEP's kernels write on a stream of their own, and torch would fill the same memory on the first one."""
+    """Raise RuntimeError if torch is set to fill fresh memory: that would overwrite what DeepEP writes there."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise RuntimeError(
             "torch.use_deterministic_algorithms(True) lets torch overwrite what DeepEP receives: set "
@@ -102,7 +98,8 @@ def refuse_filled_memory() -> None:
 
 
 def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) -> Any:
-    """Return a buffer between the ranks of a group, for rows of any width that one call takes. Collective."""
+    """Make a DeepEP buffer between the ranks of a group, and return it. Collective. For more than 8 ranks it claims
+    NVSHMEM; ConfigError: another user has. ``there``, ``back``: of `settings`."""
     asked, rdma = (SIZED_FOR_ROW_BYTES, group.size()), 0
     if group.size() > RANKS_OF_A_NODE:
         if why := claim("DeepEP between nodes", group):
@@ -116,8 +113,8 @@ def new_buffer(package: Any, group: dist.ProcessGroup, there: Any, back: Any) ->
 
 
 def shared_buffer(package: Any, group: dist.ProcessGroup, num_sms: int, there: Any, back: Any) -> Any:
-    """Return the one buffer of so many multiprocessors between these ranks, for tokens and experts. The first call
-    makes it, and is collective."""
+    """Return the one DeepEP buffer of this process for these ranks and ``num_sms``, used for tokens and experts. The
+    first call makes it (collective), and it is kept to the end of the process."""
     key = id(package), tuple(dist.get_process_group_ranks(group)), num_sms
     if key not in _buffers:
         _buffers[key] = new_buffer(package, group, there, back)
@@ -161,7 +158,7 @@ class DeepEP(Transport):
         self._try_out(deadline)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Send and receive; all of it is done then. Collective."""
+        """Send and receive all messages before returning; nothing is pending then. Collective. An error is final."""
         if self._problem:
             raise TransportError(f"DeepEP carries no experts any more: {self._problem}")
         out, into = self._to_others(sends, receives)
@@ -179,7 +176,7 @@ class DeepEP(Transport):
         return Pending()
 
     def close(self) -> None:
-        """The buffer stays: taking it down would wait for all ranks."""
+        """Refuse later posts. The buffer stays, since taking it down would wait for all ranks."""
         self._problem = self._problem or "it is closed"
 
     def _agree(self, sends: Sequence[Message], receives: Sequence[Message], deadline: float) -> Tensor:

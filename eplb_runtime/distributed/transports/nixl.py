@@ -5,8 +5,6 @@ ends the owner's *process* when the reader has given up meanwhile (seen with nix
 write begins when the device has written what it sends.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import importlib
@@ -38,12 +36,12 @@ Leaving = Generator[None, None, None]
 
 
 def rdma_devices() -> list[str]:
-    """Return the names of this host's RDMA devices."""
+    """Return the sorted names of this host's RDMA devices; empty: there are none."""
     return sorted(device.name for device in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
 
 
 def why_not() -> str:
-    """Return what this process lacks to use NIXL, or "". Makes an agent and destroys it."""
+    """Return why NIXL cannot be used in this process, or "". Makes an agent to find out, and drops it."""
     try:
         new_agent(f"probe {secrets.token_hex(8)}")
     except TransportError as error:
@@ -52,7 +50,7 @@ def why_not() -> str:
 
 
 def new_agent(name: str) -> Any:
-    """Return an agent of NIXL's with the UCX back end; TransportError: it cannot be made."""
+    """Return a new NIXL agent with the UCX back end. TransportError: nixl is not installed, or fails."""
     found = next((package for package in PACKAGES if importlib.util.find_spec(package)), None)
     if found is None:
         raise TransportError("the nixl package is not installed: pip install 'eplb-runtime[nixl]'")
@@ -153,7 +151,7 @@ class Nixl(Windows):
         self._leaving = []
 
     def close(self) -> None:
-        """Let go of the agent: afterwards no rank writes here."""
+        """Give up what is pending, drop the agent, and deregister the window: no rank writes there any more."""
         super().close()
         if self._agent is not None:
             self._drop_puts()

@@ -8,8 +8,6 @@ rank (`ControlChannel.reconnect`): no thread of a rank that waits here is needed
 writes on a stream and `quiet` are used: signals, teams and collectives end the process where ranks share a GPU.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +31,8 @@ _lent: set[int] = set()
 
 
 def load() -> Any:
-    """Return what is used of nvshmem4py: ``get_unique_id``, ``init`` and ``tensor`` of ``nvshmem.core``, and
-    ``putmem_on_stream`` and ``quiet_on_stream`` of its bindings; or raise TransportError."""
+    """Import nvshmem4py, and return its modules ``core`` and ``bindings`` and CUDA's class ``device_of`` in a
+    namespace. TransportError: they cannot be imported."""
     try:
         core, bindings = import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem")
         return SimpleNamespace(core=core, bindings=bindings, device_of=import_module("cuda.core").Device)
@@ -43,8 +41,8 @@ def load() -> Any:
 
 
 def claim(by: str, group: dist.ProcessGroup, *, again: bool = False) -> str:
-    """Return why NVSHMEM cannot be started for a user (DeepEP's buffers are one, too) between these ranks, or "" and
-    note that it is. ``again``: this user may share its world."""
+    """Note that the user ``by`` starts NVSHMEM between these ranks, and return "". If NVSHMEM is claimed already,
+    change nothing and return why this user cannot have it; ``again``: the same user and ranks may."""
     user = by, tuple(dist.get_process_group_ranks(group))
     if _world and not (again and _world[0] == user):
         first, ranks = _world[0]

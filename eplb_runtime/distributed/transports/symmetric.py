@@ -3,8 +3,6 @@
 Rows of replicas lie in it, and windows of messages, which copy engines write. All ranks make the same blocks in order.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence
@@ -33,8 +31,7 @@ SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def node_of_this_rank() -> str:
-    """Return a name, equal on ranks that the launcher has put on the same node of the same machine, and sees as such:
-    memory crosses namespaces of the network and of names, so the launcher's word counts as well as the kernel's."""
+    """Return a name that is equal on ranks of one node: host name, boot id and the launcher's number of the node."""
     environment = launcher_environment()
     kernel = Path("/proc/sys/kernel/random/boot_id")
     machine = kernel.read_text().strip() if kernel.exists() else ""
@@ -43,7 +40,7 @@ def node_of_this_rank() -> str:
 
 
 def why_not(device: torch.device) -> str:
-    """What this process lacks to have such memory, in a line; empty: nothing that can be seen before meeting."""
+    """Return why this process cannot share GPU memory within its node; "": no reason is seen before ranks meet."""
     if device.type != "cuda":
         return f"it copies between GPUs, not on {device.type}"
     if not torch.cuda.is_available():
@@ -85,7 +82,7 @@ class NodeMemory:
         self._handles: list[Any] = []
 
     def meet(self, deadline: float) -> None:
-        """Compare what ranks see of their node. Collective; waits on the host."""
+        """Set ``channels``. RuntimeError, on all ranks: nodes or signal pads differ, or a rank cannot. Collective."""
         self.channels = int(self._package.get_signal_pad_size()) // (_BYTES_OF_A_SIGNAL * self.size)
         mine = [node_of_this_rank(), self.channels, self._why_not]
         for rank, (node, channels, why) in enumerate(gather_json(mine, self._group, self._group_device, deadline)):
@@ -97,7 +94,7 @@ class NodeMemory:
                 raise RuntimeError("ranks have signal pads of different sizes (set_signal_pad_size)")
 
     def connect(self, deadline: float) -> None:
-        """`meet`, open a first block, and try writes and signals between all ranks."""
+        """Do `meet`, open a first block, and try writes and signals between all ranks. RuntimeError: they fail."""
         self.meet(deadline)
         if self.channels < LEAST_CHANNELS:
             raise RuntimeError(
@@ -116,14 +113,14 @@ class NodeMemory:
             raise RuntimeError("a test value that ranks wrote into each other's memory did not arrive")
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new block; the same on every rank. It lives as long as this object."""
+        """Return a new block of zeros, kept by this object, which peers reach after `open`. Equal on every rank."""
         if device.type != self._device.type:
             raise RuntimeError(f"rows of copies on {device}, and the node's memory is on {self._device}")
         self._blocks.append(self._package.empty(tuple(shape), dtype=dtype, device=device).zero_())
         return self._blocks[-1]
 
     def open(self) -> None:
-        """Open all blocks that are new. Collective; waits on the host."""
+        """Open all new blocks to all ranks. RuntimeError: the ranks' blocks differ. Collective; the host waits."""
         new = self._blocks[len(self._handles) :]
         blocks = [[list(block.shape), str(block.dtype)] for block in new]
         if self._device.type == "cuda":
@@ -139,7 +136,7 @@ class NodeMemory:
                 raise RuntimeError(f"{one_line(error)}{hint}") from error
 
     def of_peer(self, peer: int, own: Tensor) -> Tensor:
-        """Memory of another rank that lies there as ``own``, contiguous and part of a block, does here."""
+        """Return a peer's memory, with ``own``'s shape and dtype, at the place in the block that ``own`` has here."""
         for block, handle in zip(self._blocks, self._handles, strict=False):
             offset = own.data_ptr() - block.data_ptr()
             if 0 <= offset <= block.nbytes - own.nbytes:
@@ -148,11 +145,11 @@ class NodeMemory:
         raise RuntimeError("these rows are outside the memory that the node's ranks share")
 
     def put(self, peer: int, channel: int) -> None:
-        """Signal what was done so far; waits until the signal before has been taken."""
+        """Queue a signal on the current stream, which waits there until the peer has taken the channel's last one."""
         self._handles[0].put_signal(peer, channel, self._timeout_ms)
 
     def wait(self, peer: int, channel: int) -> None:
-        """Until that rank has put a signal; it is taken."""
+        """Let the current stream wait for a peer's signal on this channel, and take the signal."""
         self._handles[0].wait_signal(peer, channel, self._timeout_ms)
 
 

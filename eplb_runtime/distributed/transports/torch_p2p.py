@@ -1,7 +1,5 @@
 """torch.distributed point to point: gloo through host memory, NCCL (or another device backend) from the device."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter
@@ -80,8 +78,7 @@ class _OnHost(Pending):
         self._give_up("point-to-point messages were aborted")
 
     def _give_up(self, reason: str) -> None:
-        """gloo cannot cancel one operation. A wait that expires closes all connections of its group, which ends the
-        waiting thread too."""
+        """gloo cannot cancel one operation: a wait that expires closes its group's connections, and the thread ends."""
         if not self._ended.done():
             with contextlib.suppress(Exception):
                 for work in self._works:

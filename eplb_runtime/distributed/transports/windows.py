@@ -30,8 +30,7 @@ WINDOW_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 2
 HALVES = 2
 """While one piece is copied out, the next comes in."""
 ASK_SECONDS, TURN_SECONDS = 0.2, 0.002
-"""So often a rank that waits for another writes a note for nothing, as only a write finds out that a rank is gone; so
-long it goes on at once."""
+"""How often a rank that waits writes an empty note, as only a write shows that a rank is gone; how long a turn is."""
 KINDS = 4
 ARRIVED, TAKEN, GOODBYE, NOTHING = range(KINDS)
 """Notes: pieces that were written to you, pieces of yours that were copied out, and that nothing comes any more."""
@@ -65,9 +64,8 @@ class _Posted(Pending):
 
 @dataclass
 class _Peer:
-    """Traffic with one. Numbers count pieces: ``sent`` to the peer, which has copied out ``room`` of them; ``arrived``
-    from it, of which ``taken`` are copied out here. ``leaving``: it gives up, and what it wrote before is still to be
-    seen; then it is ``gone``."""
+    """Traffic with one peer. Numbers count pieces: ``sent`` to it, of which it has copied out ``room``; ``arrived``
+    from it, of which ``taken`` are copied out here. ``leaving``: it gives up; ``gone``: and its notes are read."""
 
     sends: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
     receives: deque[tuple[Tensor, _Posted]] = field(default_factory=deque)
@@ -98,8 +96,7 @@ class Windows(Transport):
 
     @abstractmethod
     def _put(self, place: Tensor, source: Tensor, peer: int, after: HasLeft | None = None) -> HasLeft:
-        """Write to where that rank has ``place``, which is this rank's, once the stream has done what it has to do, and
-        the write ``after`` is there."""
+        """Write to where that rank has this rank's ``place``, after the stream's work so far and write ``after``."""
 
     def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
         """Write a note, as `_put` does, over one that the peer must have seen: it has had room for what came after."""
@@ -108,9 +105,8 @@ class Windows(Transport):
         return self._put(self._notes_RKHN[self._rank, kind, number % HALVES], note, peer, after)
 
     def _look(self) -> bool:
-        """Copy the notes that are here to the host; return whether the copy is there. Where all streams share one queue
-        (`CUDA_DEVICE_MAX_CONNECTIONS=1`), even this one comes after kernels that training has queued, and training may
-        wait for the lock."""
+        """Copy the notes that are here to the host; return whether the copy is there. With one queue for all streams
+        (`CUDA_DEVICE_MAX_CONNECTIONS=1`) it comes after training's kernels, and training may wait for the lock."""
         if self._notes_are_here is None:
             with self._reading():
                 self._read_RKHN.copy_(self._notes_RKHN, non_blocking=True)
@@ -169,7 +165,7 @@ class Windows(Transport):
         return posted
 
     def close(self) -> None:
-        """The window stays its library's: to free it may wait for all ranks. A call that does not come back is left."""
+        """Call `give_up`, unless the lock is held for 5 s. The window is not freed: that may wait for all ranks."""
         if self.state.acquire(timeout=LEFT_SECONDS):
             try:
                 self.give_up("the transport is closed")
@@ -179,7 +175,7 @@ class Windows(Transport):
     # -- the protocol; the lock is held --------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Begin what can, end what is through, for a moment: who asks has a deadline, or rounds to vote on."""
+        """Start and finish pieces of messages for up to 2 ms. An error makes this rank `give_up`. The lock is held."""
         end = time.monotonic() + TURN_SECONDS
         try:
             while not self.problem and self._step() and time.monotonic() < end:
@@ -242,7 +238,7 @@ class Windows(Transport):
                         self._tell(peer, NOTHING, 0)
 
     def give_up(self, problem: str) -> None:
-        """End all that is pending on this rank, and tell the others."""
+        """Set ``problem``, end all that is pending on this rank, and tell the others; only the first time."""
         if self.problem:
             return
         with suppress(Exception):

@@ -2,11 +2,8 @@
 
 A host answers where the experts are (`MoELayer`); everything else - groups, sharding, registry, hooks - is here: `join`
 -> `check` -> `connect` -> `shard` -> `build_runtime`, and `install` lets models reach the balancer. Each returns a
-frozen value.
-What fails, on any rank, leaves models and optimizers on all ranks as they were.
+frozen value. What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
-
-from __future__ import annotations
 
 import gc
 import logging
@@ -68,7 +65,8 @@ end otherwise, with other last bits; with rows of this many bytes nothing is eve
 
 
 def attach_stages(described: Described) -> Balancer:
-    """``attach`` for models that their host has described; errors as there. Collective over the job."""
+    """Attach models that hosts have described, and return the running balancer. Collective over the job. What fails is
+    undone on all ranks, and raises as ``attach`` does. Under ``eplb-runtime verify`` a `TrialRun` begins, too."""
     request, given = join(described), described.config
     groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
@@ -117,7 +115,8 @@ class Shards(NamedTuple):
 
 
 def shard_stage(described: Described) -> None:
-    """``shard_experts`` for a model whose host has described it; errors as there."""
+    """Cut the experts of a described model to this rank's, in the model, and mark them as spread. Collective over the
+    job; errors as of ``shard_experts``. Findings of the layers' tests are logged as warnings."""
     request = join(described, keeps_trial=True)
     (stage,), job = request.stages, request.job
     with rollback(request.groups) as undo:
@@ -133,7 +132,9 @@ def shard_stage(described: Described) -> None:
 
 
 def join(described: Described, *, keeps_trial: bool = False) -> Request:
-    """Meet the ranks of the job. Collective. ``keeps_trial``: `attach` comes later."""
+    """Make the job's control group, and return the description with the groups. Collective. AttachError: they cannot be
+    made. Under ``eplb-runtime verify``, take its trial, whose layout replaces config and ranks; ``keeps_trial``: leave
+    the trial to a later `attach`, too."""
     config, ranks, device = described.config, described.ranks, described.device
     if (trial := take_trial(keep=keeps_trial)) is not None:
         config, ranks = layout_of(trial, config, ranks)
@@ -149,7 +150,8 @@ def join(described: Described, *, keeps_trial: bool = False) -> Request:
 
 
 def connect(checked: Checked, undo: ExitStack) -> Connected:
-    """Make groups, and choose what carries tokens and experts. Collective; all ranks raise, or none."""
+    """Make the other process groups and measure the links. Return the request with what carries tokens, experts and
+    replicas. Collective; all ranks raise, or none. ``undo`` gets what closes the transport."""
     config, groups, job, device = checked.config, checked.groups, checked.job, checked.device
     groups.make()
     release_dropped()
@@ -170,7 +172,8 @@ def connect(checked: Checked, undo: ExitStack) -> Connected:
 
 
 def shard(made: Connected) -> Shards:
-    """Leave this rank its experts, in modules and optimizers, and give the rest its memory."""
+    """Replace expert parameters, in modules and optimizers, by those of this rank (with replica slots), and give meta
+    tensors memory. Return a registry and replica banks of the new tensors, and weak references to the replaced."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros
@@ -203,8 +206,8 @@ def shard(made: Connected) -> Shards:
 
 
 def build_runtime(made: Connected, shards: Shards) -> Runtime:
-    """Make what counts, routes and exchanges the tokens of all layers, and put it in the place of each layer's own
-    way."""
+    """Make counter, slot tables, dispatcher and replica exchange, put a layer of ours in the place of each MoE layer's
+    forward, and return all that as a `Runtime`. In ``verify``'s layout ``single`` forwards stay and are watched."""
     groups, job, config, placement, device = made.groups, made.job, made.config, made.placement, made.device
     seconds = host_timeout(groups.backend).total_seconds()
     channels = MicroBatchChannels(MicroBatchChannel(groups.dispatch, groups.counts), device, seconds=seconds)
@@ -277,8 +280,7 @@ def _maps(made: Connected, shards: Shards, kernels: Kernels, channels: MicroBatc
 
 
 def _balancer(made: Connected, runtime: Runtime) -> Balancer:
-    """Make the balancer. Collective: it waits for others itself, so a rank that fails in it must not come to another
-    exchange."""
+    """Make the balancer. Collective: ranks wait in it, so one that fails in it must come to no other exchange."""
     named = {stage.prefix + name: p for stage in made.stages for name, p in stage.model.named_parameters()}
     # What makes the exports holds on to nothing else of the attaching.
     listed = {
@@ -291,7 +293,8 @@ def _balancer(made: Connected, runtime: Runtime) -> Balancer:
 
 
 def install(made: Connected, balancer: Balancer) -> None:
-    """Let models and optimizers reach the balancer, and people find it. Nothing here waits for other ranks."""
+    """Set the balancer as an attribute of the models, and hook it into their forwards, state dicts, ways of saving and
+    optimizers. Keep experts out of DistributedDataParallel and copies. Reset torch.compile's graphs. No collective."""
     balancer.tensors.keep_from_ddp(balancer.runtime.parameters.values())
     for stage in made.stages:
         object.__setattr__(stage.model, "_eplb_runtime_balancer", balancer)
@@ -367,7 +370,6 @@ def _notes(made: Connected, balancer: Balancer) -> list[str]:
 
 
 def _log_attached(balancer: Balancer, of_bits: Sequence[str]) -> None:
-    """Log how experts are spread, and what bits depend on."""
     config, placement = balancer.config, balancer.placement
     decisions = "rebalance() decides" if config.interval is None else f"a decision every {config.interval} steps"
     if config.policy == "static":
@@ -407,7 +409,6 @@ def _transport_of_copies(asked: Checked, topology: Topology) -> PointToPoint:
 def _local_experts(
     made: Connected, index: int, layer: MoELayer, in_layers: float, maps: Maps, bank: ReplicaBank | None
 ) -> LocalExperts:
-    """Return the slots of one layer, as dispatch calls them."""
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)

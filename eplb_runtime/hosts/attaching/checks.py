@@ -42,8 +42,8 @@ SEED = 20
 def describe_together(
     what: str, describe: Callable[[BalancerConfig], Described], config: object, ranks: Ranks | None = None
 ) -> Described:
-    """Return what this rank describes with these settings (None: the default), once every rank has come so far; where
-    one cannot go on, all raise. ``ranks``: as ``attach`` was given them."""
+    """Return ``describe(config)`` (None: the defaults), once every rank of the job has its own. If it fails on a rank,
+    that rank raises its error, others AttachError. ``what`` names the call; ``ranks``: as ``attach`` was given them."""
     described, problem = None, None
     usable = config if isinstance(config, BalancerConfig) else BalancerConfig()
     try:
@@ -68,14 +68,16 @@ def describe_together(
 def wait_for_ranks(
     everyone: Sequence[int], what: str, seconds: float, problem: BaseException | None = None, *, patient: bool = False
 ) -> None:
-    """Wait for these ranks (`eplb_runtime.distributed.consensus.barrier`); errors as there, and AttachError: another
-    rank cannot go on."""
+    """Wait until these ranks have called this for ``what``, by way of the launcher's store. RuntimeError: a rank did
+    not come in ``seconds``; with ``patient`` that is a warning, and the host's own timeout counts. Raise ``problem`` if
+    it is given; AttachError: another rank has a problem."""
     if others_problem := barrier(everyone, what, seconds, problem, patient=patient):
         raise AttachError(others_problem)
 
 
 def device_of(stages: Sequence[Stage], wanted: torch.device | str | None) -> torch.device:
-    """Where the experts are, or will be made; of stages without experts, where their parameters are."""
+    """Return the device of the experts; without experts, of the parameters; of a model on the meta device, ``wanted``.
+    AttachError: there are several, ``wanted`` is another one, or is not given for a meta model."""
     # An empty tensor knows the index of "cuda".
     given = torch.empty(0, device=wanted).device if wanted is not None else None
     layers = [layer for stage in stages for layer in stage.host.layers]
@@ -110,8 +112,9 @@ class Checked(Request):
 
 
 def check(asked: Request) -> Checked:
-    """Refuse before anything is changed. Collective; all ranks raise, or none: one exchange has what each rank refuses
-    by itself, all at once, and what ranks must have in common."""
+    """Return the request with the initial placement and tests of its layers, or raise AttachError on all ranks; change
+    nothing. Collective: ranks exchange what each refuses by itself, and what must be equal on all. Then a few rows run
+    through each layer."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))
@@ -170,8 +173,7 @@ def _facts(asked: Request, placement: Placement | None) -> list[_Fact]:
 
 
 def _initial_placement(asked: Request, counts: Sequence[int], given: Placement | None) -> Placement:
-    """Return the placement that a job begins with whose layers have these numbers of experts; its ranks have the same
-    ``given``."""
+    """Return the placement to begin with, of layers with these numbers of experts; ranks have the same ``given``."""
     config, job, ranks = asked.config, asked.job, asked.job.ep_size
     if len(counts) != 1:
         odd = f"the MoE layers have different numbers of experts ({counts}); they must be equal"
@@ -357,15 +359,15 @@ def _of_optimizers(asked: Request) -> Iterator[str]:
 
 
 def raise_on_all(groups: ProcessGroups, problem: str = "") -> None:
-    """Raise on every rank what one has as a problem, the first one's, or has failed with before it came here."""
+    """Raise AttachError on all ranks if one has a problem ("": none): its own, or the first rank's. Collective."""
     if first := first_problem(problem, groups.control):
         raise AttachError(problem or first)
 
 
 @contextmanager
 def rollback(groups: ProcessGroups) -> Iterator[ExitStack]:
-    """Where what is inside fails, tell the other ranks, undo what was given to the stack, the last first, and close the
-    groups."""
+    """Yield a stack for callbacks that undo changes. If the block fails: tell the other ranks, run the callbacks, the
+    last first, close the groups, and raise AttachError. If it does not fail, nothing is undone or closed."""
     with ExitStack() as undo:
         undo.callback(groups.close)
         try:
@@ -384,8 +386,6 @@ def rollback(groups: ProcessGroups) -> Iterator[ExitStack]:
 
 @dataclass(frozen=True)
 class LayerTest:
-    """Findings of a test of a layer."""
-
     problem: str = ""  # how it computes otherwise than what replaces it, with the layer's name
     draws: bool = False  # whether its experts draw random numbers in training
     untried: str = ""  # why its own way could not be called alone
@@ -393,7 +393,9 @@ class LayerTest:
 
 
 def try_layers(layers: Sequence[MoELayer], guard: str) -> list[LayerTest]:
-    """Try each whose experts are whole here, and plain tensors with memory; with ``guard="off"`` none."""
+    """Run a few rows through each layer's own code and the code that replaces it, and return a `LayerTest` of each:
+    what differs. It is empty, and nothing runs, with ``guard="off"`` and where experts are not whole, plain tensors
+    with memory. Modules are left as they were."""
     return [_tried(layer) if guard != "off" else LayerTest() for layer in layers]
 
 
@@ -474,7 +476,7 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
 def width_of_rows(
     call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor, number: int = _ROWS
 ) -> int | None:
-    """Return the first of these sizes whose rows the call takes and gives; None: it takes none."""
+    """Return the first D in ``sizes`` and 8 for which ``call`` maps rows ``[number, D]`` to the same shape, or None."""
     for width in dict.fromkeys(size for size in [*sizes, 8] if size > 0):
         with suppress(Exception):
             rows = rows_like(like, number, width)
@@ -484,7 +486,7 @@ def width_of_rows(
 
 
 def same_to_rounding(one: Tensor, other: Tensor) -> bool:
-    """Return whether two results are equal, as far as dtypes can tell."""
+    """Return whether two tensors have one shape and are equal up to their dtype's rounding; NaN equals NaN."""
     most = _ROUNDING.get(one.dtype, 1e-3) * other.abs().amax(-1, keepdim=True).nan_to_num(0.0, 0.0)
     return one.shape == other.shape and bool(
         ((one - other).abs() <= most).logical_or(one.isnan() & other.isnan()).all()
@@ -492,7 +494,7 @@ def same_to_rounding(one: Tensor, other: Tensor) -> bool:
 
 
 def rows_like(like: Tensor, number: int, width: int) -> Tensor:
-    """Rows ``[number, width]``, the same ones in each call."""
+    """Return random rows ``[number, width]``, the same in each call, with device and dtype of ``like``."""
     rows = torch.randn(number, width, generator=torch.Generator().manual_seed(SEED))
     return rows.to(like.device, like.dtype)
 
@@ -513,7 +515,7 @@ def _generator_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module], compute: object, device: torch.device) -> Iterator[None]:
-    """Inside, modules are in evaluation mode; at the end they and torch's generators are as they were."""
+    """Set modules to evaluation mode in the block; after it restore attributes, buffers and random generators."""
     inside = {id(part): part for module in modules for part in module.modules()}.values()
     attributes = [(part, dict(vars(part))) for part in (*inside, compute) if hasattr(part, "__dict__")]
     buffers = [(buffer, buffer.clone()) for part in inside for buffer in part.buffers(recurse=False)]

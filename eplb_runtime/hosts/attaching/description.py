@@ -1,7 +1,5 @@
 """How a host describes its model to the rest of this room: where the experts are and how to compute with them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from ...moe.experts.optimizer_state import StateOwner
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states ``[T, D]``, expert ids and router weights ``[T, K]`` -> ``[T, D]``."""
 End = Callable[[], None]
-"""Ends what was begun."""
 Watch = Callable[[Callable[[Tensor, int, int], None], ExpertClock], End]
 """Lets another see the experts chosen in each forward, int64 ``[T, K]`` or bool ``[T, E]``, with columns and K, and a
 clock measure the work of experts."""
@@ -36,7 +33,7 @@ class AttachError(ValueError):
 
 
 def refusing(line: str) -> Callable[..., Any]:
-    """Return what takes the place of a method that cannot be called any more: it raises AttachError."""
+    """Return a function that raises AttachError with this line, however it is called: to replace a method."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AttachError(line)
@@ -83,17 +80,17 @@ class MoELayer:
     ep_size: int = 0
 
     def parameter(self, name: str) -> nn.Parameter:
-        """One of ``parameters``, as it is now: a tensor that takes its place for one call, too."""
+        """Return the tensor that ``experts`` has under this dotted name now, perhaps for one call alone."""
         inside, _, own_name = name.rpartition(".")
         found: nn.Parameter = getattr(self.experts.get_submodule(inside), own_name)
         return found
 
     def of_experts(self, name: str, whole: Tensor) -> Tensor:
-        """A whole parameter, or optimizer state of it, as ``[E, ...]``."""
+        """Return the full parameter of this name, or its optimizer state, viewed as ``[E, ...]``."""
         return self.by_expert[name](whole) if name in self.by_expert else whole
 
     def put(self, name: str, parameter: nn.Parameter) -> None:
-        """In the place of one of ``parameters``."""
+        """Set the attribute of ``experts`` with this dotted name to ``parameter``."""
         inside, _, own_name = name.rpartition(".")
         setattr(self.experts.get_submodule(inside), own_name, parameter)
 
@@ -120,10 +117,11 @@ class HostOptimizer(StateOwner, Protocol):
         has_moved: Callable[[], bool],
         experts_here: Callable[[Tensor], list[int]],
     ) -> Any:
-        """Call ``before`` and ``after`` around each step from now on. ``square_of_experts``: the squared norm over all
-        experts, to clip by, of what is the gradient of a parameter; ``has_moved``: whether experts are in other slots
-        than where the host has put them; ``experts_here``: the logical experts in this rank's slots of a parameter's
-        layer."""
+        """Call ``before`` and ``after`` around each step from now on, and clip by a norm that does not depend on the
+        placement. ``square_of_experts(gradient_of)`` gives the experts' part: the squared norm over all logical experts
+        of ``gradient_of(parameter)``, a tensor or None. ``has_moved()``: whether experts are in other slots than where
+        the host put them. ``experts_here(parameter)``: the logical experts in this rank's slots. Return an object whose
+        ``remove()`` ends the clipping."""
 
 
 AnyOptimizer = torch.optim.Optimizer | HostOptimizer
@@ -171,7 +169,7 @@ class HostModel:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return what Accelerate's optimizer steps, which alone has hooks; any other as it is."""
+    """Return the optimizer inside wrappers that have no step hooks, as Accelerate's; another object as it is."""
     if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_step_post_hooks"):
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
@@ -189,7 +187,8 @@ class Stage:
 
 
 def stages_of(numbers: Sequence[int], models: Sequence[nn.Module], hosts: Sequence[HostModel]) -> list[Stage]:
-    """Return the stages of this rank. Too few numbers, or too many, are noticed on all ranks together."""
+    """Return a `Stage` for each model; names of several are prefixed by ``stages.<number>.``. Missing numbers become
+    -1, further ones are dropped: ranks refuse either together, later."""
     prefix = "stages.{}." if len(models) > 1 else ""
     given = zip((*numbers, *[-1] * len(models)), models, hosts, strict=False)
     return [Stage(number, model, host, prefix.format(number)) for number, model, host in given]
@@ -197,14 +196,9 @@ def stages_of(numbers: Sequence[int], models: Sequence[nn.Module], hosts: Sequen
 
 @dataclass(frozen=True)
 class Described:
-    """Arguments of an attach, in the words of the hosts.
-
-    Args:
-        stages: the models of this rank, in the order of ``ranks.stages``.
-        optimizers: none: inference.
-        device: where the experts are, or will be made.
-        container: steps the optimizers, all in one step of its own; None: each steps by itself.
-    """
+    """Arguments of an attach, in the words of the hosts. ``stages``: the models of this rank, in the order of
+    ``ranks.stages``. ``optimizers`` empty: inference. ``device``: where experts are, or will be made. ``container``:
+    steps the optimizers, all in one step of its own; None: each steps by itself."""
 
     stages: Sequence[Stage]
     optimizers: Sequence[AnyOptimizer]
@@ -223,7 +217,7 @@ class Request(Described):
 
     @property
     def single(self) -> bool:
-        """Return whether layers compute by their own code, since all experts are on each rank."""
+        """Return whether ``verify`` runs its layout ``single``: each rank has all experts and runs the model's code."""
         return self.trial is not None and self.trial.layout == "single"
 
     @property
@@ -240,7 +234,7 @@ class Request(Described):
 
     @property
     def layers(self) -> list[tuple[int, str, MoELayer]]:
-        """``(layer, name, what the host says)`` of the layers that are here, numbered over the whole model."""
+        """Return number over the whole model, name with the stage's prefix, and description of this rank's layers."""
         return [
             (self.job.first_layer(stage.number) + position, stage.prefix + layer.name, layer)
             for stage in self.stages
@@ -249,7 +243,7 @@ class Request(Described):
 
     @property
     def experts(self) -> list[tuple[str, MoELayer, nn.Parameter]]:
-        """Name, layer and tensor of each expert parameter."""
+        """Return name, layer and live tensor of each expert parameter on this rank."""
         return [
             (f"{name}.{own}", layer, layer.parameter(own)) for _, name, layer in self.layers for own in layer.parameters
         ]
@@ -265,7 +259,7 @@ class ShardingMark:
 
 
 def spread_of(experts: nn.Module) -> ShardingMark | None:
-    """What ``shard_experts`` has left on an experts module; None: its experts are whole."""
+    """Return the mark of an experts module that has its rank's experts alone; None: it has all experts."""
     return experts.__dict__.get("_eplb_runtime_spread")
 
 
@@ -293,13 +287,13 @@ class Refusal:
 
 
 def sums_of_results(dispatcher: str, top_k: int) -> str:
-    """Return the line on a dispatcher that adds up a token's results by place."""
+    """Return a line of warning: this dispatcher adds up a token's results in an order that depends on the placement."""
     order = "in an order that depends on where they are"
     return f"{dispatcher} adds up the results of a token's {top_k} experts {order}: {BY_PLACE}"
 
 
 def sums_of_gradients(ranks: int) -> tuple[str, ...]:
-    """Return the line on so many ranks that add up gradients of the same experts; none where that has one order."""
+    """Return a line of warning: ``ranks`` ranks sum an expert's gradients in no fixed order. (): at most 2 ranks do."""
     if ranks <= EXACT_IN_ONE_SUM:
         return ()
     order = "perhaps in an order that follows an expert's place"

@@ -1,8 +1,6 @@
 """Marks of the expert work of a model that is watched and not changed: around a call of its experts and the backward
 pass of that call. Values and gradients stay the same bits."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,7 +24,8 @@ class ExpertCall:
 
 @torch.compiler.disable
 def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None]:
-    """The hidden states for the experts, and the call; None: nothing can be marked now. For a clock that is on."""
+    """Mark the start of a layer's expert work. Return the hidden states, whose gradient will mark the end of the
+    backward pass, and the call for `call_ends`; None: no mark is possible now. The clock must be on."""
     if (begin := clock.mark()) is None:
         return hidden, None
     call = ExpertCall(clock, begin)
@@ -35,7 +34,8 @@ def call_begins(clock: ExpertClock, hidden: Any) -> tuple[Any, ExpertCall | None
 
 @torch.compiler.disable
 def call_ends(call: ExpertCall | None, hidden: Any, out: Any) -> Any:
-    """Return the experts' output at the end of a call. Where ``hidden`` takes no gradient, the forward alone counts."""
+    """Mark the end of the experts' forward and return their output, whose gradient marks the start of the backward pass
+    if ``hidden`` takes one. ``call`` None: return ``out`` unmarked."""
     if call is None:
         return out
     call.clock.forward_ends(call.begin)
@@ -68,8 +68,9 @@ def watch_calls(
     see: Callable[[Tensor, int, int], None],
     clock: ExpertClock,
 ) -> Callable[[], None]:
-    """Show the choices of each call of a method that takes hidden states, ids and weights, and mark its work; returns
-    how to end it."""
+    """Replace method ``name`` of ``owner``, which takes hidden states, ids and weights, by one that gives the same. It
+    first calls ``see(choices(ids, weights), D, K)``, and lets ``clock``, while on, time the call in training. Return a
+    function that puts the old method back."""
     own, had = getattr(owner, name), name in vars(owner)
     bind = inspect.signature(own).bind
 

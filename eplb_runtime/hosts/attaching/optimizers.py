@@ -4,8 +4,6 @@ Who steps the model's parameters must be known here, since gradients are reduced
 holds one of them is refused at its first step, wherever and whenever it was made.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +27,8 @@ from .state_hooks import mark_optimizer, order_optimizer
 def why_not_stepped(
     optimizer: torch.optim.Optimizer, experts: Collection[int] | None, *, each: bool, known: bool
 ) -> str:
-    """Say why an optimizer cannot step the experts of a model, given as `check_elementwise` takes them; empty: it
-    can."""
+    """Return why an optimizer cannot step the experts of a model, or "": it can. Parameters are those of
+    `check_elementwise`, which may try it on small tensors. An optimizer that steps another attached model cannot."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Optimizers) for hook in hooks):
         kind = type(optimizer).__name__  # it would take that model's experts for dense
@@ -43,22 +41,16 @@ def why_not_stepped(
 
 
 def held_by(optimizers: Iterable[AnyOptimizer]) -> Counter[int]:
-    """Return how many groups hold each parameter, by its id."""
+    """Return how often each parameter is in a parameter group of these optimizers, by the parameter's ``id()``."""
     return Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
 
 
 @dataclass(eq=False)
 class _Stepper:
-    """An optimizer of the model, or what steps several in one step of its own.
-
-    Args:
-        held: how many parameters it holds.
-        outside: those outside the model, by a name for messages.
-        hooks: on it.
-        depth: of its steps that run now: one may call that of its base, for which torch calls hooks, too.
-        turns: how often it has stepped, or was passed over.
-        stepped: whether it has, in this training step; None: neither yet.
-    """
+    """An optimizer of the model, or what steps several in one step of its own. ``held``: its number of parameters.
+    ``outside``: those outside the model, by a name for messages. ``depth``: of its steps that run now: one may call
+    that of its base, for which torch calls hooks, too. ``turns``: how often it has stepped, or was passed over.
+    ``stepped``: whether it has, in this training step; None: neither yet."""
 
     optimizer: AnyOptimizer
     held: int
@@ -91,8 +83,9 @@ class Optimizers(LoopHooks):
     # -- which optimizers ----------------------------------------------------------------------------------------------
 
     def add(self, optimizers: Sequence[AnyOptimizer], container: torch.optim.Optimizer | None = None) -> None:
-        """Hook optimizers that were checked, or what steps them in one step of its own, which lets them alone; first
-        the balancer learns what they hold outside the model."""
+        """Hook optimizers that were checked: gradients are reduced before a step, and the balancer steps when all have
+        stepped. Their state of experts moves along, and their state dicts name it. With ``container``, which steps them
+        all in one step of its own, only its steps are hooked."""
         for optimizer in optimizers:
             if container is None:
                 self._hook(optimizer)
@@ -105,7 +98,7 @@ class Optimizers(LoopHooks):
             self._balancer.tensors.train_outside(self._outside(self._know(container)))
 
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
-        """`Balancer.adopt`."""
+        """Check and hook an optimizer; unhook ``instead_of`` and drop a pending plan. AttachError: it is refused."""
         config, tensors, why = self._balancer.config, self._balancer.tensors, ""
         old = next((one for one in self._known if one.optimizer is instead_of), None)
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -189,7 +182,8 @@ class Optimizers(LoopHooks):
         return one.outside
 
     def follow(self) -> None:
-        """Take over what ``add_param_group`` has added since."""
+        """If ``add_param_group`` was called since the last time, wait for all ranks, and register new parameters that
+        are in no attached model as equal on all ranks."""
         for one in self._known:
             if (held := _count(one.optimizer)) != one.held:
                 # On one rank alone the average of gradients would be over other tensors than on the others.
@@ -248,13 +242,14 @@ class Optimizers(LoopHooks):
         return (args[0], reduced, *args[2:]), kwargs
 
     def on_forward_begin(self, trains: bool) -> None:
-        """Forget steps that have raised: a forward between steps begins a new one."""
+        """Forget optimizer steps that raised, if the forward ``trains``: none is running any more."""
         for one in self._known if trains else ():
             one.depth = 0
 
     @contextmanager
     def around_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, an optimizer steps, or is passed over by who decides that for all ranks (a scaler at an overflow)."""
+        """Enclose a step that a gradient scaler may skip on all ranks. If the optimizer does not step inside, the loop
+        is told that it was skipped. The training step ends when all optimizers have stepped or were skipped."""
         one = next((one for one in self._known if one.optimizer is optimizer), None)
         before = one.turns if one is not None else 0
         yield
@@ -291,6 +286,6 @@ def _count(optimizer: AnyOptimizer) -> int:
 
 
 def follow_forwards(model: nn.Module, loop: LoopState, layers: frozenset[int]) -> None:
-    """Tell a loop of each forward of a model with these layers that begins, and that ends or fails."""
+    """Hook a model with these MoE layers: ``loop`` is told when a forward begins, and when it ends or fails."""
     model.register_forward_pre_hook(lambda *_: loop.begin_forward(layers))
     model.register_forward_hook(lambda *_: loop.end_forward(layers), always_call=True)

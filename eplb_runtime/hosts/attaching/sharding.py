@@ -5,8 +5,6 @@ will bring is NaN until it is loaded, so that a load that was forgotten shows. W
 buffers, such as rotary frequencies) is made by the model's own code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +16,8 @@ from .description import AnyOptimizer, AttachError, MoELayer
 
 
 def cut_rows(layer: MoELayer, name: str, rows: list[int], device: torch.device, keep: bool = False) -> nn.Parameter:
-    """These experts' rows of a full parameter. ``keep`` the very parameter, which a loop may have from before, where
-    it has memory: all experts are here."""
+    """Return a new parameter with these rows of a full one; of one on the meta device, with NaN on ``device``. The
+    layer stays as it is. ``keep``: return the full parameter itself, with all experts, if it has memory."""
     full = layer.parameter(name)
     if keep and not full.is_meta and name not in layer.by_expert:
         return full
@@ -33,8 +31,8 @@ def cut_rows(layer: MoELayer, name: str, rows: list[int], device: torch.device, 
 def install_parameter(
     layer: MoELayer, name: str, local: nn.Parameter, rows: list[int] | None, optimizers: Sequence[AnyOptimizer]
 ) -> None:
-    """Put a parameter in the place of an expert parameter, in module and optimizer; ``rows`` of what was there are its
-    own."""
+    """Copy the old parameter's attributes to ``local``, and put ``local`` in its place in the module and in torch
+    optimizers, whose state is cut to ``rows``; None: it stays whole."""
     old = layer.parameter(name)
     local.__dict__.update(vars(old))  # what people write on parameters (no weight decay, groups)
 
@@ -52,12 +50,13 @@ def install_parameter(
 
 
 def blank(size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NaN where the dtype has it, else zeros."""
+    """Return a tensor of NaN, or of zeros where the dtype has no NaN."""
     return torch.full(size, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Module], None]) -> None:
-    """Give meta buffers memory; the model's own code fills those that checkpoints leave out."""
+    """Give the model's meta buffers memory on ``device``: NaN or 0, and what ``remake(module)`` writes into those that
+    checkpoints leave out. AttachError: it does not write one of them."""
     for module in model.modules():
         meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         missing = [name for name in meta if name in module._non_persistent_buffers_set]
@@ -78,7 +77,7 @@ def make_buffers(model: nn.Module, device: torch.device, remake: Callable[[nn.Mo
 
 
 def make_parameters(model: nn.Module, device: torch.device) -> None:
-    """Fill meta parameters with NaN (integers: zeros) on ``device``. They stay the same objects, for ties."""
+    """Give meta parameters memory on ``device``, with NaN (integers: zeros). They stay the same objects, for ties."""
     for parameter in model.parameters():
         if parameter.is_meta:
             _swap(parameter, blank(parameter.shape, parameter.dtype, device))
@@ -109,7 +108,7 @@ class ModelSnapshot:
         self._hooks = [(parameter, dict(parameter._backward_hooks or {})) for parameter in parameters]
 
     def restore(self) -> None:
-        """Everything as it was: the same parameters, buffers, hooks and forwards in the same modules."""
+        """Put attributes, parameters, buffers, hooks, optimizer groups and state back; values stay as they are."""
         for one, before in self._held:
             one.clear()
             (one.extend if isinstance(one, list) else one.update)(before)

@@ -4,8 +4,6 @@ A rank's state dict holds its own experts, in the slots where they are: loaded o
 they would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +30,7 @@ OF_ONE_RANK = (
 
 
 def refusal(what: str, name: str, instead: str = OURS) -> str:
-    """Return the line on state whose rows are not known to be those that stand here."""
+    """Return an error line: a ``what`` does not say that its rows of ``name`` are this rank's experts; with advice."""
     return (
         f"the {what} may hold other experts in its rows of {name} than this rank has now: a plain state dict fits only "
         f"the rank and placement that it was taken at; keep its entry {MARK!r}, load all experts before attach, give "
@@ -49,8 +47,7 @@ def _mark(here: list[int]) -> Tensor:
 
 
 def _fits(balancer: Balancer, layer: int, mark: Any) -> bool:
-    """Return whether rows with this mark may be put where the experts are now; None: as of a model without a balancer,
-    or one before any move."""
+    """Return whether rows with this mark may be put where experts are now; None: rows of a model before any move."""
     here = _homes_here(balancer, layer)
     if mark is None:
         is_whole = len(here) == balancer.placement.num_experts
@@ -79,7 +76,7 @@ _REFUSING = {"__create_write_items__": _refuse_here, "__create_chunk_list__": _r
 
 
 def keep_from_dcp(tensor: Tensor) -> Tensor:
-    """Let torch.distributed.checkpoint neither write nor read a tensor that holds one rank's rows; returns it."""
+    """Let torch.distributed.checkpoint raise on a tensor, unless that is a DTensor; return the same tensor."""
     if not isinstance(tensor, DTensor):  # of which all ranks' rows are kept
         own = vars(tensor)
         own.update(_REFUSING, __getstate__=lambda: {key: own[key] for key in own.keys() - {"__getstate__", *_REFUSING}})
@@ -89,10 +86,10 @@ def keep_from_dcp(tensor: Tensor) -> Tensor:
 def mark_state(
     experts: nn.Module, name: str, balancer: Balancer, layer: int, of_part: Callable[[int, int], None] | None
 ) -> None:
-    """Let the state of an experts module say which logical experts its rows are, by a tensor next to the weights, which
-    goes wherever they go. ``of_part`` is called with numbers of experts, here and in all, when a state dict takes this
-    rank's rows of trained experts, and not live parameters. None: the host has made the experts of this rank as tensors
-    of their own."""
+    """Hook an experts module: its state dict gets a tensor `MARK` with the logical experts of its rows, and loading
+    rows of other experts raises RuntimeError on all ranks of the EP group. ``of_part(experts here, experts in all)`` is
+    called when a state dict takes trained rows of this rank, and not live parameters. None: the host keeps each expert
+    in tensors of its own; the mark is in the metadata, and after a move in the state dict, too."""
     made_with, in_all = _homes_here(balancer, layer), balancer.placement.num_experts
 
     def own(state: Mapping[str, Any], prefix: str) -> tuple[list[Any], set[int]]:
@@ -133,7 +130,8 @@ def mark_state(
 
 
 def mark_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> Handles:
-    """Let the state of an optimizer say which logical experts its rows are; returns how to end it."""
+    """Hook an optimizer: its state dict says under `MARK` which logical experts its rows are, and loading other
+    experts' rows raises RuntimeError on all ranks of the EP group. Return the hooks' handles."""
     layers = balancer.layer_of_parameter
 
     def saved(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -198,12 +196,12 @@ def _converted(balancer: Balancer, tensor: Tensor, parameter: str, what: str, lo
 def keep_logical_order(
     model: nn.Module, layers: Sequence[MoELayer], balancer: Balancer, *, same_tensors: bool = False
 ) -> None:
-    """Let the state of a model, or a stage of it, have experts in logical order, and be taken and loaded by all ranks
-    or none: one that does it alone says who is missing, and waits as long as the host would (ranks may read data
-    before).
+    """Hook a model, or a stage of it: its state dict has experts in logical order, and loading takes them so. Both are
+    collective over the job from now on: if not all ranks come, a warning names those missing, and the others wait as
+    long as the host would. After loading, replicas follow.
 
-    ``same_tensors``: torchtitan's checkpointer keeps the tensors that it was given first, and writes into them what the
-    same key holds later: so they are the same tensors each time, and never those of the model.
+    ``same_tensors``: the state dict has the same expert tensors each time, with new values, and never the model's:
+    torchtitan's checkpointer keeps the tensors that it was given first.
     """
     names = {id(parameter): name for name, parameter in balancer.runtime.parameters.items()}
     kept: dict[str, DTensor] = {}
@@ -237,7 +235,8 @@ def keep_logical_order(
 
 
 def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> Handles:
-    """Let the state of an optimizer have experts in logical order; returns how to end it."""
+    """Hook an optimizer: its state dict has experts in logical order, and loading takes them so. Both become
+    collective. Return the hooks' handles."""
 
     def in_order(state: dict[str, Any], loads: bool) -> dict[str, Any]:
         balancer.runtime.barrier("the state of the optimizer")

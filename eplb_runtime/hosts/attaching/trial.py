@@ -5,8 +5,6 @@ A record has a few numbers for each tensor, and for each logical expert of it: a
 and random sums, from which the distance of two tensors is estimated that are never in one memory.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -46,7 +44,6 @@ SKETCHES = 16
 """Random sums of a tensor, each of every sixteenth element with random signs; the distance of two tensors is about the
 norm of what these sums differ by."""
 _CHUNK = 1 << 22
-"""Elements that are read at once."""
 _BALANCERS = "the job attaches more than one balancer, and the first alone is compared"
 _WRITTEN = "take parameters from model.parameters() after attach: {} of before is written, and no model has it"
 _NO_CLIPPING, _NOISE = 1e6, 8
@@ -73,8 +70,8 @@ class TrialRow(NamedTuple):
 
 
 def row_of(name: str, kind: str, expert: int, tensor: Tensor, first: int = 0) -> TrialRow:
-    """Return the record of a tensor; ``first``: where it begins in the whole row. A change of any element changes the
-    digest; digests and sums add up over the parts of a row."""
+    """Return the record of a tensor: digest of its bits, sum of squares, random sums (0 for optimizer state).
+    ``first``: position of its first element in the whole row, whose digest and sums are those of its parts added up."""
     flat = tensor.detach().resolve_conj()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().reshape(-1)
     digest = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -106,8 +103,7 @@ def _keys(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def without_replicas(config: BalancerConfig) -> BalancerConfig:
-    """Return the same settings without replica slots and what only these use. An initial placement is for one number of
-    replica slots, so it goes, too."""
+    """Return settings without replica slots, their transport and initial placement; unchanged if there are no slots."""
     without = replace(
         config, replica_slots=0, initial_placement=None, replica_transport=BalancerConfig.replica_transport
     )
@@ -115,8 +111,8 @@ def without_replicas(config: BalancerConfig) -> BalancerConfig:
 
 
 def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[BalancerConfig, Ranks]:
-    """Return settings and ranks of a run: nothing is decided by load, and nothing is written but the records.
-    Raises AttachError: a training of the same command is on record already."""
+    """Return settings and ranks of one run of ``verify``: a static policy, no limits, nothing written but the records;
+    with layout ``single`` each rank is its own EP group. AttachError: the folder has a record of another training."""
     if (Path(trial.folder) / "meta.json").exists():
         raise AttachError("verify compares one training run, and this command starts a second: give it the first alone")
     alone: dict[str, Any] = {"policy": "static", "run": None, "listen": None, "listen_token": None, "guard": "warn"}
@@ -127,11 +123,8 @@ def layout_of(trial: Trial, config: BalancerConfig, ranks: Ranks) -> tuple[Balan
 
 
 class TrialRun(LoopHooks):
-    """Records the steps of a balancer, moves experts as the trial says, and ends the job.
-
-    Args:
-        known: ``notes``, what attach has said of bits, and ``replica_slots`` of the job's own settings.
-    """
+    """Records the steps of a balancer, moves experts as the trial says, and ends the job. ``known`` goes on record,
+    too: ``notes``, what attach has said of bits, and ``replica_slots`` of the job's own settings."""
 
     def __init__(self, request: Checked, trial: Trial, balancer: Balancer, known: Mapping[str, Any]) -> None:
         self._request, self._trial, self._balancer = request, trial, balancer
@@ -205,15 +198,14 @@ class TrialRun(LoopHooks):
         self._has_run |= trains and self._is_early
 
     def _before_forward(self, *_: object) -> None:
-        """See the precision."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if torch.is_autocast_enabled(device):
             self._coarsest = max(self._coarsest, torch.finfo(torch.get_autocast_dtype(device)).eps)
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Put reduced gradients on record; with several optimizers those that the last of them sees. What is rounding
-        alone becomes zero."""
+        """Record reduced gradients, in the place of those of an earlier optimizer in this step; then set elements of
+        dense ones that are rounding errors alone to zero, in place. Keep a copy of this rank's load counts."""
         for entry in self._gradients():
             self._put(*entry)
             if entry[2] < 0:  # no expert's
@@ -367,12 +359,9 @@ class TrialRun(LoopHooks):
 
 
 def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor | None]) -> list[Tensor]:
-    """Return tensors of this process that may hold experts and are none of those known: not of the models, the registry
-    or ``owned``. They have the shape of an expert parameter, or are vectors of as many elements as experts have.
-
-    Args:
-        owned: further tensors that are known.
-    """
+    """Return live tensors of this process that may hold experts and are not of the models, their gradients, the
+    registry or ``owned``: of an expert parameter's shape, or vectors with as many elements as experts have. Run the
+    garbage collector and unfreeze its objects first."""
     gc.collect()
     gc.unfreeze()  # else what was frozen is not among them
     held = [one for model in models for tensors in (model.parameters(), model.buffers()) for one in tensors]
@@ -410,7 +399,8 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def holder_of(tensor: Tensor, ours: list[Tensor]) -> str:
-    """Return the variable, object or function that keeps a tensor; empty: a framework's. ``ours`` holds it, too."""
+    """Return a text that names the variable, object or function that keeps a tensor alive; "": a framework does.
+    ``ours``: the caller's own list with the tensor, which does not count."""
     variables, level = {id(value): name for name, value in _variables()}, list[Any]([tensor])
     seen = {id(one) for one in (ours, level, *level)}
     for _ in range(_DEPTH):

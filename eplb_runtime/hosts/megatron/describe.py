@@ -40,7 +40,8 @@ _OF_A_SLOT = (re.compile(r"(local_experts\.)(\d+)(\..*)"), re.compile(r"(.*\D)(\
 
 
 def describe(model: nn.Module) -> HostModel:
-    """Return the MoE layers of a Megatron model or stage, as ``get_model`` gives it, or bare."""
+    """Return a `HostModel` of a Megatron model or stage, as ``get_model`` gives it or bare. Marks its experts as
+    spread. AttachError: its experts, or what wraps it, are of an unknown kind."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseMoELayer)]
     for name, module in found:
         if not isinstance(module, MegatronLayer):
@@ -68,7 +69,7 @@ def describe(model: nn.Module) -> HostModel:
 
 
 def watched(model: nn.Module) -> HostModel:
-    """The MoE layers of ``model``, also of one that could not be balanced."""
+    """Return the MoE layers of ``model``, to be watched only. AttachError: a CUDA graph hides their choices."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, MegatronLayer)]
     for _, module in found:
         graphs = settings_of(vars(module.config))
@@ -129,7 +130,7 @@ def _stage(model: nn.Module, pipeline_size: int) -> int:
 
 
 def settings_of_job(model: nn.Module, optimizers: Sequence[Any]) -> JobSettings | None:
-    """Settings of a live job; None: the model has no MoE layer here."""
+    """Return the settings that a live model and its optimizers have; None: the model has no MoE layer here."""
     layers = [module for module in model.modules() if isinstance(module, MegatronLayer)]
     if not layers:
         return None
@@ -156,7 +157,7 @@ def _problems(model: nn.Module, wrapped: bool, optimizers: Sequence[Any], config
 
 
 def why_not_followed(name: str, module: Any) -> str:
-    """Return why the experts of a layer would not have their weights quantized again, or ""."""
+    """Return why FP8 experts of a layer would not quantize moved weights again; "": they would, or there is no FP8."""
     if getattr(module.config, "fp8", None) is None:
         return ""
     for own, part in module.experts.named_modules():

@@ -24,7 +24,8 @@ QUANTIZE_AGAIN = "is_first_microbatch"
 
 
 def install(module: Any, columns: HostDispatchedLayer) -> None:
-    """Let a layer route by where experts are, and save by which they are."""
+    """Replace methods of a MoE layer: tokens are counted by ``columns`` and sent to where experts are, FP8 weights
+    follow moves, ``columns``' clock times expert work, and sharded state names experts by logical number."""
     in_order = RowsInLogicalOrder(module.token_dispatcher, columns) if reorders(module.config) else None
     own_route, own_preprocess, own_postprocess = module.route, module.preprocess, module.postprocess
     caches = WeightCaches(module.experts, columns)
@@ -79,7 +80,8 @@ class WeightCaches:
         self._followed = 0
 
     def follow(self) -> None:
-        """Ahead of the experts of a forward: have weights quantized again if the placement has changed."""
+        """If the placement has changed since the last call, set `QUANTIZE_AGAIN` on the experts' modules that have it:
+        they quantize their weights again."""
         if self._followed != self._columns.changes:
             self._followed = self._columns.changes
             for part in self._experts.modules():
@@ -88,7 +90,8 @@ class WeightCaches:
 
 
 def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
-    """Let a clock measure a layer, unless another micro-batch goes backward in it; returns how to end it."""
+    """Replace two methods of a layer so that ``clock``, while on, times its expert work in training; return how to undo
+    it. With ``overlap_moe_expert_parallel_comm``, where other work runs in between, nothing is replaced."""
     if module.config.overlap_moe_expert_parallel_comm:
         return lambda: None
     own_preprocess, own_postprocess = module.preprocess, module.postprocess
@@ -113,8 +116,8 @@ def mark_work(module: Any, clock: ExpertClock) -> Callable[[], None]:
 
 
 def watch(module: Any, see: Callable[[Tensor, int, int], None], clock: ExpertClock) -> Callable[[], None]:
-    """Show a layer's choices, bool ``[T, E]`` without padding, mark its work, and change nothing; returns how to end
-    it."""
+    """Replace methods of a layer so that ``see`` is given its choices, bool ``[T, E]`` without padding, and ``clock``
+    times its expert work. Results stay the same. Return how to undo it."""
     own_route, end = module.route, mark_work(module, clock)
 
     def route(hidden_states: Tensor, padding_mask: Tensor | None = None, *more: Any, **named: Any) -> Any:
@@ -134,12 +137,8 @@ def watch(module: Any, see: Callable[[Tensor, int, int], None], clock: ExpertClo
 
 class RowsInLogicalOrder:
     """One layer's rows of the all-to-all dispatcher: by logical expert where a token's results are added up, by slot
-    where they travel.
-
-    Megatron permutes, and later adds, in the order of the columns that it is given. So it gets them by logical expert,
-    with ``moe_permute_fusion`` or without, and whole chunks, one for each expert, change places between that and its
-    all-to-all.
-    """
+    where they travel. Megatron permutes, and later adds, in the order of the columns that it is given (with
+    ``moe_permute_fusion`` or without): logical order. Whole chunks, one for each expert, change places in between."""
 
     def __init__(self, dispatcher: Any, columns: HostDispatchedLayer) -> None:
         self._columns = columns
@@ -148,21 +147,21 @@ class RowsInLogicalOrder:
         own_preprocess = dispatcher.preprocess
 
         def preprocess(logical_TE: Tensor) -> Any:
-            """How many rows go where; padded already, if they are padded."""
+            """Keep each expert's number of rows, and return Megatron's own result for columns in slot order."""
             self._counts_E = logical_TE.sum(dim=0)
             return own_preprocess(logical_TE.index_select(1, columns.logical_of_slots))
 
         dispatcher.preprocess = preprocess
 
     def to_slots(self, rows_ND: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what travels of what Megatron has permuted by logical expert."""
+        """Return rows and their weights, given by logical expert, in slot order. Keep the order for `from_slots`."""
         assert self._counts_E is not None
         there_N, back_N = _places(self._counts_E, self._columns.logical_of_slots, len(rows_ND))
         self._counts_E, self._places = None, (there_N, back_N)
         return _Moved.apply(rows_ND, there_N, back_N), _Moved.apply(weights_N, there_N, back_N)
 
     def from_slots(self, rows_ND: Tensor) -> Tensor:
-        """Return what Megatron adds up by logical expert of what has come back."""
+        """Return rows, given in slot order, by logical expert again. Forget the order that `to_slots` kept."""
         assert self._places is not None
         there_N, back_N = self._places
         self._places = None

@@ -44,7 +44,8 @@ _SCALED = (torch.float16,)
 
 
 def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptimizer:
-    """Return what attaching can use of an optimizer, for the MoE layers of all stages of this rank."""
+    """Return torch's optimizers as they are, Megatron's as a `StepByMegatron`. ``wrapped``: whether the model is inside
+    of Megatron's DistributedDataParallel. AttachError: that and the optimizer do not fit."""
     experts = {
         f"{layer.name}.{name}": (layer.name, layer.parameter(name)) for layer in layers for name in layer.parameters
     }
@@ -63,7 +64,7 @@ def adapt(wrapped: bool, layers: Sequence[MoELayer], optimizer: Any) -> AnyOptim
 
 
 def options_of(optimizer: Any) -> dict[str, Any]:
-    """Fields of Megatron's OptimizerConfig, with the name of what really steps; empty for an optimizer of torch's."""
+    """Return fields of Megatron's OptimizerConfig, with the optimizer that really steps; {}: it is one of torch's."""
     if not isinstance(optimizer, MegatronOptimizer):
         return {}
     leaves = _leaves(optimizer)
@@ -124,7 +125,7 @@ class StepByMegatron:
         return found
 
     def state_of(self, parameter: Tensor) -> Mapping[str, Any]:
-        """Live memory by key: ``param`` (the float32 master) where that is not the parameter's own, and the state."""
+        """Return live state by key, with ``param``, the float32 master, unless the parameter is that; {}: none."""
         leaf = self._leaf_of.get(id(parameter))
         if leaf is None or not _is_here(leaf, parameter):
             return {}
@@ -177,7 +178,7 @@ class StepByMegatron:
         undo = ExitStack()
 
         def put(thing: Any, name: str, method: Callable[..., Any], for_state: bool = False) -> None:
-            """Replace a method until the end. Once experts have moved, what guards state stays."""
+            """Replace a method until ``remove()``; with ``for_state`` it stays replaced if experts have moved."""
             setattr(thing, name, method)
             undo.callback(lambda: None if for_state and has_moved() else vars(thing).pop(name, None))
 
@@ -320,12 +321,13 @@ def _elsewhere(name: str, here: int, parameter: Tensor) -> str:
 
 
 def ranks_of(leaf: Any) -> tuple[int, ...]:
-    """The ranks that a distributed optimizer divides over, in their order."""
+    """Return the ranks over which a distributed optimizer divides its state, in their order."""
     return tuple(dist.get_process_group_ranks(leaf.data_parallel_group))
 
 
 def ranges_of(leaf: Any, parameter: Tensor) -> Ranges:
-    """Return for each of `ranks_of` the elements of a flat parameter that it steps; empty ones are ``(0, 0)``."""
+    """Return for each of `ranks_of` the range of elements of a flat parameter that it steps; ``(0, 0)``: none.
+    AttachError: Megatron's own range of this rank is another."""
     buffer = next(buffer for buffer in leaf.buffers if parameter in buffer.param_index_map)
     begin, end, number = buffer.param_index_map[parameter]
     bucket, ranks = buffer.buckets[number], len(ranks_of(leaf))
@@ -352,8 +354,7 @@ def is_offloaded(optimizer: Any) -> bool:
 
 
 def _offloaded(leaf: Any, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, ...]]]:
-    """Return what is kept for a parameter, by key, wherever it is; and other memory with the numbers of `MAIN` or of
-    the parameter itself."""
+    """Return what is kept for a parameter, by key, and other memory with the numbers of `MAIN` or the parameter."""
     optimizer, given = leaf.optimizer, _given(leaf, parameter)
     own_place = parameter.data_ptr() + _first(leaf, parameter) * parameter.itemsize
     inner = optimizer.param_to_inner_param[given]
@@ -368,12 +369,12 @@ def _offloaded(leaf: Any, parameter: Tensor) -> tuple[dict[str, Tensor], dict[st
 
 
 def is_precision_aware(leaf: Any) -> bool:
-    """Return whether a leaf's state is in dtypes of its own, on the device."""
+    """Return whether a leaf's optimizer has ``use_precision_aware_optimizer`` and keeps its state on the device."""
     return bool(getattr(leaf.config, "use_precision_aware_optimizer", False)) and not is_offloaded(leaf.optimizer)
 
 
 def raw_state(optimizer: Any, given: Tensor) -> dict[str, Tensor]:
-    """Return live memory by key, each scale after what it belongs to; empty before the first step."""
+    """Return live state by key, with the scale of a float16 tensor under ``<key>_scale``; {} before the first step."""
     found = {}
     for key, value in optimizer.state.get(given, {}).items():
         name = MAIN if key == _MASTER else key

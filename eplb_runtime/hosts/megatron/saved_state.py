@@ -40,7 +40,7 @@ _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 
 
 def save_by_logical_expert(module: Any, logical_of_slots: Callable[[], Tensor]) -> None:
-    """Let the sharded state of a layer's experts have their logical numbers from now on."""
+    """Replace the ``sharded_state_dict`` of a layer's experts: its entries have logical expert numbers."""
     own, mine = module.experts.sharded_state_dict, list(module.local_expert_indices)
 
     def sharded_state_dict(
@@ -80,7 +80,8 @@ def _placed(entry: Any, axis: int, logical: Mapping[int, int]) -> Any:
 
 
 def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put: Put) -> None:
-    """Let the plain state of an optimizer say of which experts it is, and be refused where others are."""
+    """Replace methods of an optimizer by ``put``: its state dicts name their experts under `MARK`, and loading those of
+    other experts raises RuntimeError."""
     own_state, own_sharded, own_load = leaf.state_dict, leaf.sharded_state_dict, leaf.load_state_dict
     made_with = experts_here()
 
@@ -104,7 +105,8 @@ def say_experts(leaf: Any, experts_here: Callable[[], dict[str, list[int]]], put
 
 
 def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put: Put) -> None:
-    """Let a distributed optimizer save and load no state by place once experts have moved."""
+    """Replace methods of a distributed optimizer by ``put``: saving or loading state by its place in buffers raises
+    RuntimeError once experts have moved."""
     own = leaf.sharded_state_dict
 
     def refuse(way: str) -> None:
@@ -139,7 +141,8 @@ def refuse_places(optimizer: Any, leaf: Any, has_moved: Callable[[], bool], put:
 
 
 def weights(layers: Sequence[MoELayer], model: nn.Module, first_layer: int) -> list[Weight]:
-    """Return parameters and persistent buffers; collective where parameters are gathered late."""
+    """Return a `Weight` for each parameter and persistent buffer, and for each kind of expert tensor of a layer. With
+    ``overlap_param_gather`` parameters are gathered first (collective). CheckpointError: tensor parallelism."""
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         raise CheckpointError(
             "tensor parallelism cuts Megatron's tensors, and how they are put together is known to converters alone: "

@@ -35,7 +35,6 @@ MUST_BE_DEFAULT: Mapping[str, tuple[Any, str]] = {
     "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer are not supported"),
     "overlap_param_gather_with_optimizer_step": (False, "an optimizer for each model chunk is not supported"),
 }
-"""Settings that are refused unless they are Megatron's default, and why."""
 _OFF = (
     *("moe_permute_fusion", "overlap_moe_expert_parallel_comm", "bf16", "fp16", "fp8_param", "fp8_param_gather"),
     *("optimizer_cpu_offload", "use_precision_aware_optimizer", "use_distributed_optimizer"),
@@ -58,7 +57,6 @@ DEFAULTS: Mapping[str, Any] = {
     "optimizer_offload_fraction": 0.0,
     **dict.fromkeys(DTYPES, "float32"),
 }
-"""Megatron's own, of the settings that are read here."""
 OF_RECIPES: Mapping[str, Any] = {
     "expert_data_parallel_size": 1,
     "saves_by_place": False,
@@ -74,8 +72,7 @@ class Unknown(str):
 
 
 class JobSettings:
-    """Settings of a job, by Megatron's names; None is not given. What is `Unknown` reads as its default, and is put
-    into ``undecided``."""
+    """Settings of a job, by Megatron's names. An `Unknown` one reads as its default, and is put into ``undecided``."""
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.values = {**defaults, **{name: given[name] for name in defaults if given.get(name) is not None}}
@@ -92,7 +89,7 @@ class JobSettings:
 
 
 def settings_of(options: Mapping[str, Any]) -> JobSettings:
-    """Return settings of options in any of the forms that Megatron takes; ``world_size`` too, if known."""
+    """Return `JobSettings` of options as Megatron's configs or flags have them; ``world_size`` tells the EDP size."""
     options = {name: value for name, value in options.items() if value is not None}
     options["cuda_graph_modules"] = _graph_modules(options)
     if "fp8_recipe" in options:
@@ -125,7 +122,7 @@ def _graph_modules(options: Mapping[str, Any]) -> str:
 
 
 def reorders(config: Any) -> bool:
-    """Return whether rows are permuted and added in logical order, and travel in that of slots."""
+    """Return whether rows are permuted and added in logical order, and sent in slot order: all-to-all, top-k > 2."""
     return bool(config.moe_token_dispatcher_type == "alltoall" and config.moe_router_topk > EXACT_BY_ITSELF)
 
 
@@ -135,7 +132,7 @@ def sums_in_order(config: Any) -> bool:
 
 
 def refusals(job: JobSettings) -> Iterator[Refusal]:
-    """Yield what cannot be balanced."""
+    """Yield a `Refusal` for each setting of the job that cannot be balanced."""
     for setting, (default, why) in MUST_BE_DEFAULT.items():
         if getattr(job, setting) != default:
             instead = f"leave {setting} out" if default is None else f"set {setting}={default}"
@@ -203,7 +200,7 @@ def _is_aware_on_device(job: JobSettings) -> bool:
 
 
 def exact(job: JobSettings) -> Exact:
-    """Return how equal training with and without moves is."""
+    """Return "bit" if training gives the same bits with and without moves, else "rounding"."""
     return "bit" if sums_in_order(job) and job.expert_data_parallel_size <= EXACT_IN_ONE_SUM else "rounding"
 
 

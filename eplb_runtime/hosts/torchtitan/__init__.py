@@ -5,8 +5,8 @@
     ...
     balance(config, eplb.BalancerConfig(interval=50))
 
-Nothing else of a training changes. What is exact, what is refused and what ran is in this folder's README.
-`settings.py` runs without torchtitan.
+Nothing else of a training changes. This folder's README says what is exact, is refused, and ran. `settings.py` runs
+without torchtitan.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,4 @@
-"""From a torchtitan config to a balanced training: what is set in the config, and what happens when the Trainer has
-built its optimizers.
+"""From a torchtitan config to a balanced training: changes of the config, and what follows once optimizers are built.
 
 torchtitan makes pipeline stages without examples of what they get. So torch runs a forward and a backward of its own
 through them, on unwritten memory, ahead of the first step and whenever training and validation take turns. That is no
@@ -41,19 +40,18 @@ BuildFunction = Callable[[Any, list[nn.Module], ParallelDims], None]
 
 
 def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
-    """Let a training that torchtitan makes of this config balance its routed experts.
+    """Change a torchtitan config so that the training made of it balances its routed experts.
 
-    It adds an override to ``config.override.imports``, one more call after the model's own
-    ``post_optimizer_build_fn``, and one after its ``pipelining_fn``. The balancer is
-    ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
+    Add an override to ``config.override.imports``, one more call after the model's own ``post_optimizer_build_fn``, and
+    one after its ``pipelining_fn``. The balancer is ``trainer.model_parts[0]._eplb_runtime_balancer`` afterwards.
 
     Args:
         config: a ``Trainer.Config`` of torchtitan 0.3.0, before it is built; changed in place.
-        balancer_config: settings; the same on every rank.
+        balancer_config: settings, the same on every rank; None: the defaults.
 
     Raises:
-        AttachError: it has no model, is balanced already, or has an ``spmd_backend`` with which torchtitan would fail
-            itself. What else cannot be used is refused when the Trainer is built, by the same error, on every rank.
+        AttachError: the config has no model, is balanced already, or has an ``spmd_backend`` with which
+            torchtitan itself would fail. Other settings are refused, on every rank, when the Trainer is built.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")
@@ -195,7 +193,7 @@ Built = tuple[pipelining.Schedule, list[nn.Module], bool, bool]
 
 
 def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) -> Built:
-    """Build the pipeline by the model's ``pipelining_fn``; its parts remember the schedule, which the Trainer hides."""
+    """Call ``own``, the model's ``pipelining_fn``; return its result. Its parts get the schedule as an attribute."""
     built = own(model, **options)
     for part in built[1]:
         part.__dict__[_SCHEDULE] = built[0]
@@ -203,7 +201,7 @@ def build_pipeline(own: Callable[..., Built], model: nn.Module, **options: Any) 
 
 
 def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Return the pipeline stage of each part of a model."""
+    """Return the pipeline stage of each part of a model. AttachError: its schedule, or torch's stages, are unknown."""
     stages = pipelining.stages_of(_schedule_of(model_parts))
     known = (stage for stage in stages if all(hasattr(stage, method) for method in _SHAPE_METHODS))
     number_of = {id(stage.submod): stage.stage_index for stage in known}
@@ -216,7 +214,6 @@ def numbers_of(model_parts: Sequence[nn.Module]) -> tuple[int, ...]:
 
 
 def _accompany(model_parts: Sequence[nn.Module], balancer: Balancer) -> None:
-    """What the schedule of these parts asks of the balancer that they are attached to."""
     schedule = _schedule_of(model_parts)
     pipelining.accompany(schedule, balancer)
     for stage in pipelining.stages_of(schedule):

@@ -42,7 +42,8 @@ class BalancedRoutedExperts(RoutedExperts):
     def forward(
         self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
-        """As `RoutedExperts.forward`; ids are logical, and the sum over K is taken in their order."""
+        """Return the routed experts' results ``[B, L, D]`` for logical ids, and count the load. With ``only_shapes``
+        return a copy of ``x_BLD``, uncounted. RuntimeError: not attached, or a CUDA graph is captured."""
         if self._layer is None:
             raise RuntimeError(
                 "eplb_runtime's experts are in the model, and its balancer was never attached: call "
@@ -78,14 +79,15 @@ def balanced_experts(config: RoutedExperts.Config) -> BalancedRoutedExperts.Conf
 
 
 def routed_experts(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
-    """By name, in model order."""
+    """Yield name and module of each `RoutedExperts` of a model, in its order."""
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             yield name, module
 
 
 def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
-    """Return one layer of a model that torchtitan has made parallel with this ``moe_comm_backend``."""
+    """Return the description of one layer. AttachError: our override has not replaced its module, or its dispatcher is
+    another than that of the ``moe_comm_backend``."""
     if not isinstance(routed, BalancedRoutedExperts):
         raise AttachError(
             f"{name} is a {type(routed).__name__} that eplb_runtime's override did not replace: "
@@ -105,7 +107,7 @@ def describe(name: str, routed: RoutedExperts, backend: str) -> MoELayer:
         routed._layer = layer
 
     def live_weights() -> Sequence[Tensor]:
-        """While the block computes, FSDP keeps DTensors on the mesh ``ep`` there: the experts of this EP rank."""
+        """Return this EP rank's experts as local tensors; as the block computes, FSDP keeps DTensors on ``ep``."""
         weights = [getattr(experts, name) for name in names]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights]
 

@@ -34,7 +34,8 @@ class TitanSettings:
 
 
 def backend_of(dispatchers: Iterable[Any]) -> str:
-    """Return ``moe_comm_backend`` of these configs of dispatchers; other names where it is not known."""
+    """Return the ``moe_comm_backend`` of these dispatchers' configs; none: "standard". Unknown dispatchers are named by
+    class, several joined by "and"."""
     names = {type(one).__qualname__.removesuffix(".Config").rpartition(".")[2] for one in dispatchers}
     found = {STANDARD if name in _STANDARD_DISPATCHERS else name for name in names}
     named = {name: backend for backend, name in OWN_BACKENDS.items()}
@@ -42,7 +43,7 @@ def backend_of(dispatchers: Iterable[Any]) -> str:
 
 
 def notes(job: TitanSettings) -> Iterator[str]:
-    """Yield lines that say what makes bits depend on where experts are."""
+    """Yield a line on each reason for which results are equal to rounding, or not repeatable at all."""
     backend, replicated = job.moe_comm_backend, job.data_parallel_replicate_degree
     if backend == "deepep" and job.top_k > EXACT_BY_ITSELF:
         yield sums_of_results(f"moe_comm_backend='{backend}'", job.top_k)
@@ -55,13 +56,12 @@ def notes(job: TitanSettings) -> Iterator[str]:
 
 
 def refusals(job: TitanSettings) -> Iterator[Refusal]:
-    """Yield what cannot be balanced."""
+    """Yield a `Refusal` for each setting of the job that cannot be balanced."""
     for setting, why, instead in _refused(job):
         yield Refusal(setting, getattr(job, setting), why, instead)
 
 
 def _refused(job: TitanSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield a setting, the reason, and what to write."""
     backend = job.moe_comm_backend
     if job.expert_parallel_degree == 1:
         why = "every rank has all experts, nothing to balance"

@@ -52,7 +52,7 @@ class LowRank:
 
     @property
     def tensors(self) -> dict[str, tuple[str, Any]]:
-        """``lora_A`` and ``lora_B`` with their modules, by the names of the tensors within the outermost wrapper."""
+        """Return, by tensor name within the outermost wrapper, the kind (``lora_A``, ``lora_B``) and the module."""
         own, name = self.wrapper, self.adapter
         return {f"{self.path}{kind}.{name}.weight": (kind, getattr(own, kind)[name]) for kind in BY_EXPERT}
 
@@ -68,20 +68,20 @@ class AdaptedExperts:
 
     @property
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """How PEFT's tensors are seen as ``[E, ...]``: each pair, in the order of ``low_rank``."""
+        """Return, by tensor name, a function that views PEFT's ``lora_A`` or ``lora_B`` as ``[E, ...]``."""
         experts: Any = self.experts.num_experts
         kinds = {name: kind for one in self.low_rank for name, (kind, _) in one.tensors.items()}
         return {name: partial(BY_EXPERT[kind], experts) for name, kind in kinds.items()}
 
 
 def follows_experts_interface(experts: nn.Module) -> bool:
-    """Return whether the library's ``use_experts_implementation`` decorator made this module's class."""
+    """Return whether a module has what the library's ``use_experts_implementation`` decorator gives to experts."""
     return all(hasattr(experts, name) for name in ("num_experts", "has_gate", "is_transposed", "_is_expert_parallel"))
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, AdaptedExperts]]:
-    """Yield name, outermost wrapper (or the module itself) and adapters of every experts module, in model order;
-    AttachError: adapters have no form by expert."""
+    """Yield name, outermost wrapper (or the module itself) and adapters of every experts module, in model order.
+    AttachError: its adapters cannot be split by expert, or no PeftModel would save them."""
     seen, saver = set[int](), peft_model(model)
     for name, outer in model.named_modules():
         wrappers, experts, path = [], outer, ""
@@ -106,7 +106,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, AdaptedExpert
 
 
 def peft_model(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return ``(prefix of its names, it)`` of PEFT's model in this one, which saves adapters; None: there is none."""
+    """Return the prefix of names, and the module, of PEFT's model in this one; None: there is none."""
     for name, module in model.named_modules():
         of_library = isinstance(module, PreTrainedModel) or not hasattr(type(module), "save_pretrained")
         if not of_library and hasattr(module, "peft_config"):
@@ -150,7 +150,8 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
 
 
 def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
-    """Let PEFT save and load adapters of experts that are spread; refuse what would be wrong without a word."""
+    """Replace PEFT's ``save_pretrained`` and ``load_adapter`` by ones for spread experts. What would merge, delete or
+    add their adapters raises AttachError from now on."""
     kinds: dict[str, str] = {}
     for layer, adapted in layers:
         late = f"an adapter on the experts of {layer.name} was added after attach: add it before, and attach then"
@@ -186,7 +187,7 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
     load: Any = saver.load_adapter
 
     def save_pretrained(save_directory: str | Path, *arguments: Any, **options: Any) -> None:
-        """As the library's, adapters in PEFT's layout. Collective; the first rank writes."""
+        """Save adapters of all ranks' experts in PEFT's layout. Collective; the first rank writes."""
         if options.pop("state_dict", None) is not None:
             raise AttachError("save_pretrained of an attached model takes no state_dict: adapters are gathered here")
         options.pop("is_main_process", None)
@@ -204,7 +205,7 @@ def _save_together(model: nn.Module, kinds: Mapping[str, str]) -> None:
         joint.on_first(failed, write)
 
     def load_adapter(*arguments: Any, **options: Any) -> Any:
-        """Load as the library does, into the parameters that are there."""
+        """Load as the library does, into the attached parameters, and let replicas follow."""
         if options.get("low_cpu_mem_usage"):
             raise AttachError(
                 "load_adapter(low_cpu_mem_usage=True) makes other parameters than those that are attached: leave it out"

@@ -34,7 +34,6 @@ class RowCompute:
         self._forward_is_the_librarys = in_library and "forward" not in vars(experts)
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the experts' results, as `moe.experts.compute.Compute` says."""
         experts, own = self._experts, moe.grouped_mm_experts_forward
         is_grouped_mm = getattr(experts.config, "_experts_implementation", None) == "grouped_mm"
         with _reading(experts, self._names, self._with_low_rank(parameters)):
@@ -47,7 +46,6 @@ class RowCompute:
             return result
 
     def _with_low_rank(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the module's own weights, with the products of LoRA added to them."""
         own, pairs = list(parameters[: len(self._names)]), parameters[len(self._names) :]
         for number, one in enumerate(self._low_rank):
             wrapper = one.wrapper

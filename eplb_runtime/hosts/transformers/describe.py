@@ -35,7 +35,8 @@ _PART = (  # of PEFT's base, adapters merged or not
 
 
 def describe(model: nn.Module) -> HostModel:
-    """Return the MoE layers of ``model`` in model order, and the padding of its batches."""
+    """Return a `HostModel` with the MoE layers of ``model``, in its order, and the padding of its batches. AttachError:
+    a layer, or an adapter on it, cannot be split by expert."""
     if any(getattr(one, "_is_expert_parallel", False) for one in model.modules()):
         from .expert_parallel import describe_spread
 
@@ -55,7 +56,7 @@ def describe(model: nn.Module) -> HostModel:
 
 
 def watched(model: nn.Module) -> HostModel:
-    """The MoE layers of ``model`` in model order, also of one that could not be balanced."""
+    """Return the MoE layers of ``model``, in its order, to be watched only; the model need not be one to balance."""
     padding, experts = _Padding(model), {n: m for n, m in model.named_modules() if follows_experts_interface(m)}
     found = module.watched(model, [MoE(name, run="forward") for name in experts]).layers
     # Where the library has spread experts their tensors count those of all ranks.
@@ -103,7 +104,6 @@ def _describe_layer(name: str, outer: nn.Module, adapted: AdaptedExperts) -> MoE
 def _save_together(
     model: nn.Module, adapted: Sequence[tuple[MoELayer, AdaptedExperts]], barrier: Callable[[str], None]
 ) -> None:
-    """``save_pretrained`` of an attached model writes all of it, from all ranks."""
     for inner in model.modules():
         if inner is not model and isinstance(inner, PreTrainedModel):
             object.__setattr__(inner, "save_pretrained", refusing(_PART))
@@ -114,7 +114,7 @@ def _save_together(
     own = model.save_pretrained
 
     def save_pretrained(save_directory: str | Path, is_main_process: bool = True, **options: Any) -> None:
-        """As the library's, in logical order. Collective: every rank calls it, whatever ``is_main_process`` is."""
+        """Save the whole model in logical order; adapters as the library does. Collective: every rank calls it."""
         from ...checkpoint import export_pretrained
 
         if is_saved_with_adapters(model):  # which are whole on every rank
@@ -137,7 +137,7 @@ class _Padding:
         self._masks.now = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def watch(self) -> End:
-        """Look at what each forward of the model is given, from now on; what runs outside of one has no mask."""
+        """Hook the model: a running forward's attention mask is kept until its end. Return how to remove the hooks."""
 
         def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._see(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
@@ -148,7 +148,7 @@ class _Padding:
         return hooks.close
 
     def real_tokens(self, tokens: int) -> Tensor | None:
-        """bool ``[T]``; with a key-value cache the mask is longer than the batch, whose tokens are its last columns."""
+        """Return bool ``[T]``, the running forward's real tokens by its mask's last columns; None: no fitting mask."""
         mask: Tensor | None = getattr(self._masks, "now", None)
         if mask is None or tokens % mask.shape[0] or tokens // mask.shape[0] > mask.shape[1]:
             return None

@@ -34,7 +34,7 @@ _OF = "_eplb_runtime_expert_parallel"
 
 
 class BalancedEP(AllToAllEP):  # type: ignore[misc]
-    """One experts module's exchange. Until ``attach`` it is the library's; then tokens go where the placement says."""
+    """One experts module's exchange. Until ``attach`` it is the library's; then tokens go to their experts' ranks."""
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -43,7 +43,6 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         experts.__dict__[_OF] = self
 
     def __call__(self, hidden_TD: Tensor, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:
-        """As the library's; ids are logical."""
         if self.layer is None:
             out_TD: Tensor = super().__call__(hidden_TD, topk_ids_TK, topk_weights_TK)
             return out_TD
@@ -101,7 +100,8 @@ with suppress(ImportError, AttributeError):  # without Accelerate there is no Tr
 
 
 def describe_spread(model: nn.Module, padding: Any) -> HostModel:
-    """Return the MoE layers of a model whose experts the library has spread, and the ranks of its meshes."""
+    """Return a `HostModel` of a model whose experts the library has spread, with its ranks. Mark the experts as spread.
+    AttachError: a setting, an adapter or a kind of experts cannot be balanced."""
     named = dict(model.named_modules())
     configs = (getattr(getattr(module, "config", None), "distributed_config", None) for module in named.values())
     given = vars(next(filter(None, configs)))

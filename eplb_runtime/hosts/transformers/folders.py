@@ -42,7 +42,8 @@ _NOT_HERE = {
 
 
 def weights(model: nn.Module, first_layer: int) -> list[Weight]:
-    """Tensors as ``save_pretrained`` of the whole model would write them; of another module under its own names."""
+    """Return tensors as ``save_pretrained`` of the whole model writes them; another module's under their own names.
+    CheckpointError: merged adapters, a quantised model, or names that cannot be converted a tensor at a time."""
     view = LogicalView(model)
     if problem := why_merged(view.model):
         raise CheckpointError(problem)
@@ -149,7 +150,8 @@ def _numbered(first: str, count: int, spec: TensorSpec, made: Mapping[str, Tenso
 
 
 def names(view: LogicalView) -> dict[str, Stored]:
-    """How the library's folders store the tensors that it renames or cuts, by name; not experts that stay stacked."""
+    """Return by name how the library's folders store each tensor, but for experts that stay stacked. {}: it is no model
+    of the library, or cannot be exported."""
     if not isinstance(view.model, PreTrainedModel):
         return {}
     try:
@@ -161,7 +163,8 @@ def names(view: LogicalView) -> dict[str, Stored]:
 
 
 def describe(view: LogicalView, folder: Path) -> None:
-    """Write the ``config.json`` that ``from_pretrained`` reads with the weights; none of a model with adapters."""
+    """Write ``config.json`` for ``from_pretrained`` into the folder. Write nothing of a model with PEFT adapters, or of
+    a module that is no PreTrainedModel."""
     model = view.model
     if isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         config = deepcopy(model.config)
@@ -172,8 +175,9 @@ def describe(view: LogicalView, folder: Path) -> None:
 
 @torch.no_grad()
 def write(view: LogicalView, folder: Path, **options: Any) -> None:
-    """Write what ``save_pretrained`` of the whole model would. Collective; all comes to the first rank, which holds a
-    shard on the host on top of a bucket of the stream."""
+    """Write the folder that ``save_pretrained`` of the whole model would; ``options`` are its options. Collective; all
+    tensors come to the first rank, which writes, with one shard in host memory. After a failure partial files are
+    removed. CheckpointError: a model or an option that cannot be exported."""
     for name, mend in _NOT_HERE.items():
         if options.pop(name, None):
             raise CheckpointError(f"export_pretrained does not take {name}: {mend}")
@@ -219,7 +223,8 @@ def _finish(view: LogicalView, nbytes: int, files: Mapping[str, Sequence[str]], 
 
 
 def opened(view: LogicalView, folder: Path) -> Saved:
-    """Open a folder that ``from_pretrained`` reads (safetensors), whose tensors are the model's, renamed or cut."""
+    """Open a folder of safetensors that ``from_pretrained`` reads, and return it for loading. CheckpointError: no such
+    folder, quantised, more experts than the model, or a conversion that is more than renaming and cutting."""
     if not isinstance(view.model, PreTrainedModel):
         raise CheckpointError(f"{type(view.model).__name__} has no folders of the library: use checkpoint.load")
     files = tensors_in(folder, _files(folder), "model")

@@ -1,5 +1,4 @@
-"""Settings of Transformers' and Accelerate's parallelism that the balancer cannot follow, and why. No Transformers is
-imported here."""
+"""Settings of Transformers and Accelerate that the balancer cannot follow, and why. Transformers is not imported."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ _WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")
 
 
 def options_of(content: Any) -> dict[str, Any]:
-    """Return the settings of a DistributedConfig in JSON, alone or in a model's config, or of Accelerate's YAML; empty:
-    it is none."""
+    """Return a DistributedConfig's settings from JSON (perhaps in a model's) or Accelerate's from YAML; {}: neither."""
     if not isinstance(content, Mapping):
         return {}
     found = content.get("distributed_config", content)
@@ -25,7 +23,7 @@ def options_of(content: Any) -> dict[str, Any]:
 
 
 def refusals(given: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield what cannot be balanced, why, and what to write."""
+    """Yield a `Refusal` for each setting that cannot be balanced."""
     if "distributed_type" in given:
         for name in ("distributed_type", "parallelism_config"):
             value, why = given.get(name), "Accelerate would spread the model, and not by expert"
@@ -44,12 +42,12 @@ def refusals(given: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def replicas_of(given: Mapping[str, Any]) -> int:
-    """Return over how many replicas of the model FSDP adds up gradients."""
+    """Return the number of replicas of the whole model over which FSDP adds up gradients."""
     return _size(given, "dp_replicate_size")
 
 
 def exact(given: Mapping[str, Any]) -> Exact:
-    """Return how equal results are with other placements."""
+    """Return "bit" if training gives the same bits with other placements, else "rounding"."""
     return "bit" if replicas_of(given) <= EXACT_IN_ONE_SUM else "rounding"
 
 

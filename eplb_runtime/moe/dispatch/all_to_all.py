@@ -55,7 +55,7 @@ class AllToAllSplits:
         return cls(index_U, num_local_rows, sent, received)
 
     def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
-        """Return the exchange back. ``index_U``: the row to send at each place; None: every row, in order."""
+        """Return the exchange in the other direction. ``index_U``: source row of each; None: every row, in order."""
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 
 
@@ -92,12 +92,9 @@ class AllToAllMetadata(DispatchMetadata):
 
 
 class AllToAll(Dispatcher):
-    """Dispatch and combine for one EP group.
-
-    Counts have a group of their own: there all messages have one size, so ranks that are not in the same forward or
-    backward wait for each other. In a group of one rank rows are only permuted by slot, each choice is a row, and no
-    size depends on a value: no host sync, and a CUDA graph can capture it.
-    """
+    """Dispatch and combine for one EP group. Counts have a group of their own: there all messages have one size, so
+    ranks that are not in the same forward or backward wait for each other. In a group of one rank rows are only
+    permuted by slot, each choice is a row, and no size depends on a value: no host sync; CUDA graphs can capture it."""
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)

@@ -102,18 +102,18 @@ class Dispatcher(ABC):
         self._memory = RowMemory()
 
     def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
-        """Return the dispatcher that carries this batch, alike on all ranks, ahead of `plan`: here this one. A subclass
-        may return another, also after a collective, or raise ConfigError."""
+        """Return the dispatcher that carries this batch, alike on all ranks: here this one. Call it ahead of `plan`. A
+        subclass may return another dispatcher, after a collective, or raise ConfigError if none can carry the batch."""
         return self
 
     @abstractmethod
     def plan(self, slots_TK: Tensor, counts: RowCounts | None = None) -> DispatchMetadata:
         """Return where each row goes, for `dispatch`. ``slots_TK``: int64, the slot of each choice. ``counts``: how
-        many rows go where, if that is known; a dispatcher may then skip the exchange of counts."""
+        many rows go where, if that is known; a dispatcher may then skip the exchange of counts. Collective."""
 
     def dispatch(self, hidden_TD: Tensor, weights_TK: Tensor, metadata: DispatchMetadata) -> Dispatched:
         """Send the hidden state of each choice to its slot, and return what arrived here. ``metadata``: of `plan`, or
-        of an earlier dispatch of the same choices. Differentiable."""
+        of an earlier dispatch of the same choices. Collective and differentiable."""
         learns, by_rank = torch.is_grad_enabled(), self.combine_order == "by_rank"
         travelling = weights_TK if learns or by_rank else None
         rows_MD, weights_M, counts_S, metadata = _Dispatch.apply(hidden_TD, travelling, metadata, self)
@@ -122,8 +122,9 @@ class Dispatcher(ABC):
 
     def combine(self, out_MD: Tensor, dispatched: Dispatched, in_flight: InFlight | None = None) -> Tensor:
         """Return ``[T, D]``, the sum of each token's results times their router weights, in the dtype of the hidden
-        states, in which results travel. Differentiable; the gradient for ``out_MD`` is not multiplied by router
-        weights. The backward pass calls ``in_flight.check()``, which may raise, and ``in_flight.end()``."""
+        states, in which results travel. Collective and differentiable; the gradient for ``out_MD`` is not multiplied by
+        router weights. The backward pass raises RuntimeError under ``create_graph``, and whatever ``in_flight.check()``
+        raises, and then calls ``in_flight.end()``."""
         combined_TD: Tensor = _Combine.apply(out_MD.to(dispatched.dtype), dispatched, self, in_flight)
         return combined_TD
 
@@ -133,16 +134,16 @@ class Dispatcher(ABC):
     def to_experts(
         self, source_TD: Tensor, weights_TK: Tensor | None, metadata: Any, *, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None, SlotCounts, DispatchMetadata]:
-        """Send rows to the slots of their choices. Return the rows that arrive here, ``[M, D]`` by slot; their router
-        weights ``[M]``, None without ``weights_TK``; the rows of each slot; and metadata to send the same choices
-        again. ``gradients``: rows are gradients of results, not hidden states."""
+        """Send rows to the slots of their choices (collective). Return the rows that arrive here, ``[M, D]`` by slot;
+        their router weights ``[M]``, None without ``weights_TK``; the rows of each slot; and metadata to send the same
+        choices again. ``gradients``: rows are gradients of results, not hidden states."""
 
     @abstractmethod
     def to_tokens(
         self, rows_MD: Tensor, weights: Tensor | None, grad_M: Tensor | None, metadata: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Send ``rows_MD`` back. Return ``[T, D]``, the sum of each token's rows, times ``weights`` (of `Dispatched`)
-        if given; and ``[T, K]``, each choice's value in ``grad_M``, or None without it."""
+        """Send ``rows_MD`` back (collective). Return ``[T, D]``, the sum of each token's rows, times ``weights`` (those
+        of `Dispatched`) if given; and ``[T, K]``, each choice's value in ``grad_M``, or None without it."""
 
     # -- for every kind ------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,6 @@ All ranks launch the exchanges of both in one order: a kernel that waits for its
 if one rank launched A before B and another B before A, both could wait for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -162,8 +160,7 @@ class MicroBatchChannels:
 
     def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
         """Set the channel ``second``, for backward passes and second batches. Call it on every rank of the group,
-        between forwards and backward passes. ``ahead`` is kept: `both` calls it before it begins, on its caller's
-        thread."""
+        between forwards and backward passes. ``ahead`` is kept; `both` calls it first, on its caller's thread."""
         self.second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:
@@ -212,14 +209,13 @@ class MicroBatchChannels:
         self, current: Callable[[], T], second: Callable[[], U], swapped: bool = False, forwards_only: bool = False
     ) -> tuple[T, U]:
         """Return the results of ``current``, run on this thread, and ``second``, run at the same time on a worker
-        thread that is kept. Call it alike on every rank of the group. First calls ``ahead`` of `open`. ``second``,
-        which alone may have a backward pass, has this thread's modes of gradients, inference and autocast. If
-        ``current`` raises, ``second`` is not waited for (after BackwardInsideError it is). Raises RuntimeError if two
-        things run already.
+        thread that is kept; each has a stream of its own. Call it alike on every rank of the group. First calls
+        ``ahead`` of `open`. ``second``, which alone may have a backward pass, has this thread's modes of gradients,
+        inference and autocast. If ``current`` raises, ``second`` is not waited for (after BackwardInsideError it is).
+        Raises RuntimeError if two things run already.
 
         Args:
-            swapped: each on the other's stream. A backward pass runs on the stream of its forward, so the caller says
-                which that was.
+            swapped: each on the other's stream: a backward pass must run on its forward's, which the caller knows.
             forwards_only: neither may have a backward pass, which would raise BackwardInsideError.
         """
         assert self.second is not None

@@ -5,8 +5,6 @@ Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from threading import Lock
 from typing import NamedTuple
@@ -170,7 +168,7 @@ def count(slots_N: Tensor, num_slots: int) -> Tensor:
 
 
 def inverse(permutation_N: Tensor) -> Tensor:
-    """Return the inverse permutation, int64 ``[N]``: at each old place the new one."""
+    """Return the inverse permutation, int64 ``[N]``: its element ``permutation_N[i]`` is i."""
     places = torch.arange(permutation_N.shape[0], device=permutation_N.device)
     return torch.empty_like(permutation_N).index_copy_(0, permutation_N, places)
 
@@ -240,8 +238,8 @@ def sum_one_by_one(rows_ND: Tensor, place_TK: Tensor, memory: RowMemory, weights
 def sum_local_choices(
     rows_MD: Tensor, place_UK: Tensor, weights_M: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return ``[U, D]`` in ``dtype``: `sum_choices` of the choices whose rows are here (place -1: not here).
-    ``weights_M`` are of rows. Products are rounded to the wider dtype of both; sums are in float32 at least."""
+    """Return ``[U, D]`` in ``dtype``: the sum of each token's rows that are here (place -1: not here), times
+    ``weights_M`` if given, in the router's order; products in the wider dtype, sums in float32 at least."""
     rows_MD = rows_MD if weights_M is None else rows_MD * weights_M.unsqueeze(1)
     here_UK = place_UK >= 0
     place_N, count_U = place_UK[here_UK], here_UK.sum(dim=1)

@@ -238,7 +238,7 @@ class ExpertTensors:
         return [entry.tensor for entry in self._layers[layer] if entry.kind == "parameter"]
 
     def moves_by_itself(self) -> set[int]:
-        """Return the addresses of registered buffers, whose memory an optimizer may hold, too."""
+        """Return the memory addresses (``data_ptr``) of registered buffers; an optimizer may hold the same memory."""
         buffers = (entry for entries in self._layers for entry in entries if entry.kind == "buffer")
         return {local(tensor).data_ptr() for entry in buffers for tensor in entry.memory}
 
@@ -252,8 +252,8 @@ class ExpertTensors:
         return max((sum(map(nbytes, self.of_home(layer))) for layer in self.layers), default=0)
 
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
-        """Return, for each of these parameters (one expert each), which elements each rank that has it steps, from the
-        first optimizer that divides them; empty: each rank steps all."""
+        """Return, per parameter (one expert each), (first, end) of the elements that each rank with the expert steps,
+        by the first optimizer that divides any; ``()`` for one that it does not divide; ``()`` alone: none divides."""
         owners = (one for one in self._optimizers if not isinstance(one, torch.optim.Optimizer))
         return next(filter(any, (tuple(map(owner.ranges_of, parameters)) for owner in owners)), ())
 
@@ -441,14 +441,14 @@ class RecordFormat:
         return any(one.ranges for one in self.tensors)
 
     def digest(self) -> bytes:
-        """Return bytes that are equal on two ranks if their records can be exchanged. Divided state is left out: a rank
-        whose ranges are empty does not know what others keep."""
+        """Return a hash of what moves: names, kinds, dtypes, shapes and ranges. Ranks where it is equal can exchange
+        records. Divided state is left out: a rank whose ranges are empty does not know what others keep."""
         rows = [one for one in self.tensors if one.part == "row"]
         return _digest([f"{one.name} {one.kind} {one.dtype} {tuple(one.row_shape)} {one.ranges or ''}" for one in rows])
 
     def state_digest(self) -> bytes:
-        """Return bytes that are equal on ranks whose divided state can be exchanged; empty if this rank keeps none.
-        Raises OptimizerStateError if state differs between a layer's tensors."""
+        """Return a hash of the divided state's keys and dtypes; ranks where it is equal can exchange that state. Empty:
+        this rank keeps none. Raises OptimizerStateError if a layer's tensors have different state."""
         kept: dict[str, list[str]] = {}
         for one in self.tensors:
             if one.part != "row":
@@ -465,10 +465,10 @@ class RecordFormat:
         return Record.of((one, one.row(local_slot), one.copies_of_row(local_slot)) for one in self.tensors)
 
     def piece(self, source: End, destination: End, *, here: End) -> Record:
-        """Return the part of a record that goes from one rank to another, one of them ``here``. What has no ranges is
-        whole on each that holds the expert, and goes to the one at the same place. Of what is divided, weights go from
-        the rank that steps them to all of those, and state from the rank that keeps it to the one that will. Raises
-        OptimizerStateError if state does not have the elements of its range."""
+        """Return the part of a record that ``source`` sends to ``destination``, one of them ``here``; it may be empty.
+        A tensor without ranges goes only to the rank at the same place among those that hold the expert. With ranges,
+        weights go from the rank that steps them to each rank that will hold the expert, and state from the rank that
+        keeps it to the one that will. Raises OptimizerStateError if elements of that range are not here."""
         parts: list[_Part] = []
         for one in self.tensors:
             memory, copied = one.row(here.row).detach(), one.copies_of_row(here.row)

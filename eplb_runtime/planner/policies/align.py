@@ -15,8 +15,7 @@ def align(start: Placement, home_rank: NDArray[np.integer], replicas_LRK: NDArra
     Args:
         start: the placement to stay close to; home layout.
         home_rank: int ``[L, E]``, the new home rank of each expert; each rank gets exactly E/R.
-        replicas_LRK: int32, the experts of which each rank is to hold replicas, in any order, -1 for none; none of its
-            homes.
+        replicas_LRK: int32, the experts of each rank's replicas, in any order; none of its homes. -1: an empty slot.
     """
     wanted_LRH = np.argsort(home_rank, axis=1, kind="stable").reshape(start.homes_LRH.shape).astype(np.int32)
     homes_LRH = keep_slots(start.homes_LRH, wanted_LRH)
@@ -43,8 +42,7 @@ def keep_slots(current_LRK: NDArray[np.int32], wanted_LRK: NDArray[np.int32]) ->
 def resolve(
     request: PlanRequest, planned: NDArray[np.int32], current: Placement | None, *, keep_nodes: bool = False
 ) -> Placement:
-    """Return the placement to propose for a plan of the free layout, near the current one and within the budget of
-    moves.
+    """Return the placement to propose for a plan of the free layout, near the current one and within the budget.
 
     Ranks are equal, so the plan's ranks are renamed to current ones that hold most of their experts. Layers that gain
     nothing stay; where the budget is short, the layers that gain most per moved slot go first. ``request.held`` gets

@@ -148,8 +148,7 @@ def _split_in_many(layer: Layer, expert: Any, total_W: FloatArray, level_W: Floa
 
 @jit
 def judge(layer: Layer, peak_W: FloatArray) -> float:
-    """Return the mean of ``peak_W``, which this fills: each scenario's imbalance, plus the price of tokens that cross
-    nodes."""
+    """Return the mean of ``peak_W``, which this fills: each scenario's imbalance, plus the price of crossing tokens."""
     peak_W[:] = 0.0
     for rank in range(layer.load_RW.shape[0]):
         for scenario in range(peak_W.size):

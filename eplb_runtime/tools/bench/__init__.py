@@ -1,7 +1,4 @@
-"""Measurements on the user's machine: planner, dispatch, migration, training. Others: ``tests/benchmarks``.
-
-Timings can be compared: the ways take turns in one run, the slowest rank counts, medians over repeats.
-"""
+"""Measurements on the user's machine: planner, dispatch, migration, training. Others: ``tests/benchmarks``."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +12,7 @@ from torch import Tensor
 def timed(
     ways: Sequence[Callable[[], object]], repeats: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Time the ways in turns, after one call of each that warms up. Collective with a ``group``.
+    """Call ``ways`` in turns, after a warm-up call of each, and return their times. Collective with a ``group``.
 
     Returns:
         Seconds of a call, float64 ``[repeats, ways]``; with a ``group`` those of its slowest rank.
@@ -36,12 +33,12 @@ def timed(
 
 
 def slowest(seconds: Tensor | Sequence[float], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the largest value over ranks of each number. Collective over gloo; None: the default group."""
+    """Return each number's largest value over ranks, float64. Collective over gloo; None: the default group."""
     over_ranks = torch.as_tensor(seconds, dtype=torch.float64).clone()
     dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX, group=group)
     return over_ranks
 
 
 def ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median of the ratios of timings that were taken one after the other."""
+    """Return the median of ``one / other``, pair by pair."""
     return median(a / b for a, b in zip(one, other, strict=True))

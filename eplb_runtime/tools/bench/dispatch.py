@@ -15,12 +15,12 @@ SLOTS, TOP_K, HIDDEN = 4, 4, 512  # slots of a rank, choices of a token, numbers
 
 
 def run(device: torch.device, repeats: int = 20) -> dict[str, Any]:
-    """Dispatch and combine, forward and backward, with experts that do nothing and even choices. Collective.
+    """Time dispatch and combine, forward and backward, with experts that do nothing and even choices. Collective.
 
     Returns:
-        JSON-able; ``"dispatch"`` rows have ``tokens`` (of a rank), ``replicas`` (whether a split over replicas has said
-        the counts), ``rows`` and ``bytes`` (hidden states that rank 0 sends to others), ``ms``, ``all_to_all_ms`` and
-        ``ratio`` of the two.
+        JSON-able; ``"dispatch"`` rows have ``tokens`` (of a rank), ``replicas`` (whether counts were known before, as
+        from a split over replicas), ``rows`` and ``bytes`` (hidden states that rank 0 sends to others), ``ms``,
+        ``all_to_all_ms`` and ``ratio`` of the two.
     """
     dispatcher = AllToAll(DispatchContext.of(dist.group.WORLD, slots_per_rank=SLOTS))  # type: ignore[arg-type]
     rows = []

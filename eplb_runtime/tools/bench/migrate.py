@@ -27,7 +27,8 @@ DEADLINE_SECONDS = 60.0
 def run(
     device: torch.device, repeats: int = 10, transport: str = "auto", shapes: tuple[tuple[int, int], ...] = SHAPES
 ) -> dict[str, Any]:
-    """All experts of one layer go to the next rank, again and again; float32 with Adam's state. Collective.
+    """Time moves of all experts of one layer to the next rank, in float32 with Adam's state. Collective; makes process
+    groups and closes them.
 
     Returns:
         JSON-able; a ``"migrate"`` row for each shape has ``expert_mib`` (with state), GB/s that a rank receives

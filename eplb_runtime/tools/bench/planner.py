@@ -39,7 +39,7 @@ Planner = Callable[[FloatArray, PlanShape], Placement]  # of a window ``[L, E]``
 
 
 def run(loads: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
-    """Return ``{"planner": rows}``, rows as `measure` yields them for each of `shapes_for`.
+    """Return ``{"planner": rows}``: the rows that `measure` yields for each load and each of `shapes_for`.
 
     Args:
         loads: load files; none: the series that comes with the package. FileError: one cannot be used.
@@ -50,12 +50,12 @@ def run(loads: Sequence[str | Path] = (), repeats: int = 5) -> dict[str, Any]:
 
 
 def read_loads(files: Sequence[str | Path]) -> dict[str, FloatArray]:
-    """Return the loads ``[T, L, E]`` of files by name, of few windows."""
+    """Return the loads ``[T, L, E]`` of files by file name; of a longer series the newest 24 windows."""
     return {Path(path).name: read_load(path)[-MAX_WINDOWS:] for path in files}
 
 
 def shapes_for(load: FloatArray) -> list[PlanShape]:
-    """Return clusters of about four experts a rank, without replicas and with one replica slot a rank."""
+    """Return clusters of up to 64 ranks of at least four experts: without replicas, and with a replica slot a rank."""
     experts, ranks = load.shape[2], 1
     while ranks * 2 <= min(64, experts // 4) and experts % (ranks * 2) == 0:
         ranks *= 2
@@ -66,7 +66,7 @@ def shapes_for(load: FloatArray) -> list[PlanShape]:
 def measure(
     name: str, load: FloatArray, shape: PlanShape, others: Mapping[str, Planner], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Plan each window of a load ``[T, L, E]`` by each of our policies that can plan for a shape, and by others.
+    """Plan each window of a load ``[T, L, E]`` by each of our policies that can plan for a shape, and by ``others``.
 
     Yields:
         A row for each planner, DeepSeek's rule first: ``load``, ``ranks``, ``slots``, ``groups``, ``planner``,

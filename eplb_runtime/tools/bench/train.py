@@ -74,7 +74,7 @@ class _Variant:
         self._weights_TK = torch.full((work.tokens, work.top_k), 1 / work.top_k)
 
     def steps(self, count: int) -> float:
-        """Return the seconds that this rank took; batches are made before the clock starts."""
+        """Train for ``count`` steps, and return the seconds that this rank took without making batches. Collective."""
         work, batches = self._work, []
         for _ in range(count):
             self._step += 1
@@ -93,9 +93,9 @@ class _Variant:
 
 
 def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
-    """int64 ``[T, K]``: expert ids of a batch, different ones for each token.
+    """Return int64 ``[T, K]``, the expert ids of a batch, different ones for each token.
 
-    Skewed ones are drawn by shares ``skew ** expert``; balanced ones give every expert the same number of tokens.
+    Skewed ones are drawn by shares ``skew ** expert``; with ``skew`` 1 every expert gets the same number of tokens.
     """
     if skew < 1:
         shares = skew ** torch.arange(work.experts, dtype=torch.float64)
@@ -107,10 +107,11 @@ def choices(work: Workload, skew: float, generator: torch.Generator) -> Tensor:
 
 
 def run(device: torch.device, repeats: int = Workload.blocks, work: Workload | None = None) -> dict[str, Any]:
-    """Train the variants on the CPU ranks of the process group, one thread each. Collective.
+    """Train the variants on the CPU ranks of the process group, and set torch to one thread. Collective.
 
     Args:
-        repeats: timed blocks of each variant.
+        device: not used.
+        repeats: timed blocks of each variant, without ``work``.
         work: all sizes; None: `Workload`'s.
 
     Returns:

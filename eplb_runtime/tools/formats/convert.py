@@ -1,12 +1,9 @@
 """Placements and loads to and from the serving engines' files.
 
 SGLang (``--init-expert-location``): ``{"physical_to_logical_map": [num_layers][P]}`` and no other key, since its reader
-(``srt/eplb/expert_location.py``, ``compute_initial_expert_location_metadata``) passes every key on as an argument; rows
-are the model's layers, dense ones included (their rows must be valid and are not used). Files written here were read by
-that function of sglang 0.5.23.
-
+(``compute_initial_expert_location_metadata``, of 0.5.23) passes every key on as an argument; rows are the model's
+layers, dense ones included (their rows must be valid and are not used).
 vLLM: ``physical_to_logical_map`` as nested lists, [MoE layers][P], as its pull requests 49572 and 53022 propose.
-
 TensorRT-LLM (``llmapi/llm_args.py``, ``MoeLoadBalancerConfig``): ``num_slots``, ``initial_global_assignments`` and
 ``layer_updates_per_iter``; every MoE layer has a row under its number in the model. These files are written alone.
 """
@@ -53,7 +50,7 @@ def convert(
     num_ranks: int | None = None,
     dense_layers: int | None = None,
 ) -> Conversion:
-    """Read a placement or a load and write it in another format.
+    """Read a placement or a load, write it in another format, and return what was done.
 
     Args:
         source: any file that :func:`read_placement` or :func:`loads.read_load` understands.
@@ -102,7 +99,7 @@ def convert(
 
 
 def read_placement(path: str | Path, num_ranks: int, dense_layers: int = 0) -> Placement:
-    """Read a placement from our own file, or from SGLang's or vLLM's map, which has the free layout.
+    """Return the placement in our own file, or in SGLang's or vLLM's map, which has the free layout.
 
     Args:
         num_ranks: EP size R.
@@ -121,7 +118,8 @@ def read_placement(path: str | Path, num_ranks: int, dense_layers: int = 0) -> P
 
 
 def write_placement(path: str | Path, placement: Placement, to: str = OWN, dense_layers: int = 0) -> int:
-    """Write a placement in one of ``FORMATS``; an engine's map loses homes and epoch.
+    """Write a placement to a file in one of ``FORMATS``; an engine's map loses homes and epoch. Layers of SGLang's and
+    TensorRT-LLM's maps are numbered from ``dense_layers`` on; SGLang's has a row for each dense layer, too.
 
     Returns:
         how many empty replica slots were given a copy (0 in our own format, which keeps them empty).
@@ -145,8 +143,8 @@ def write_placement(path: str | Path, placement: Placement, to: str = OWN, dense
 
 
 def fill_empty_slots(placement: Placement) -> NDArray[np.int32]:
-    """Return int32 [L, P]: the map with each empty slot given a copy of the expert that has fewest copies so far and is
-    not on that rank; ties go to the lower id."""
+    """Return int32 [L, P], a copy of the map in which each empty slot has the expert that has fewest copies so far and
+    is not on that rank; ties go to the lower id."""
     rows = np.array(placement.physical_to_logical)
     counts = np.array(placement.copy_count)
     for layer, slot in np.argwhere(rows == EMPTY):

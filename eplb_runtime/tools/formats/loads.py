@@ -27,7 +27,7 @@ MOST_TOKENS = 2.0**53
 
 
 def read_load(path: str | Path, dense_layers: int = 0) -> LoadArray:
-    """Return the load of :func:`read_record`: float64 [T, L, E], tokens; T = 1 for a file of one window."""
+    """Return the load that `read_record` reads: float64 ``[T, L, E]``, tokens; T = 1 for a file of one window."""
     return np.asarray(read_record(path, dense_layers).load)
 
 
@@ -63,19 +63,19 @@ def read_record(path: str | Path, dense_layers: int = 0) -> JobRecord:
 
 
 def resolved_path(path: str | Path) -> Path:
-    """Return the file of this name: ``sample`` comes along, where nothing has this name."""
+    """Return the path; for ``sample``, if no file has this name, that of the sample load of this package."""
     path = Path(path)
     return Path(__file__).with_name("sample.npz") if path == Path(SAMPLE) and not path.exists() else path
 
 
 def find_load(content: Content) -> tuple[str, JobRecord] | None:
-    """Return the format and the load of a file, unchecked; None: it holds none."""
+    """Return the name of the format and the load of a file, unchecked. None: the file holds no load."""
     found = ((name, read(content)) for name, read in READERS.items())
     return next(((name, record) for name, record in found if record is not None), None)
 
 
 def held_in(content: Content) -> str:
-    """Return what a file holds in which nothing was found."""
+    """Return a phrase for messages: what the file or folder holds instead of a load or placement."""
     if content.kind == "directory":
         if (content.path / "load").is_dir() or content.path.name == "load":
             return "its load/ is of an earlier release: in it, awk 1 load/*.jsonl > load.jsonl"
@@ -85,7 +85,7 @@ def held_in(content: Content) -> str:
 
 
 def write_load(path: str | Path, load: ArrayLike) -> None:
-    """Write tokens per logical expert, [L, E] or [T, L, E], as ``.npz``.
+    """Write tokens per logical expert, [L, E] or [T, L, E], as ``.npz``; a file at ``path`` is replaced.
 
     Raises:
         FileError: another ending, or values that are no token counts.
@@ -98,9 +98,9 @@ def write_load(path: str | Path, load: ArrayLike) -> None:
 
 
 def looks_partial(load: LoadArray) -> str:
-    """Return a sentence on a [T, L, E] load that looks like the counts of some ranks alone, where tokens would be
-    enough for all experts: few of each layer and window have any, or a part of all, side by side or dealt out in turn,
-    has none in any; else nothing."""
+    """Return a sentence if a [T, L, E] load looks like the counts of some ranks alone, else "". It does where few
+    experts of each layer and window have tokens; or where a half, third or quarter of the experts, side by side or
+    dealt out in turn, has next to none. Layers and windows with few tokens are ignored."""
     rows_NE, experts = load[load.sum(axis=2) >= ENOUGH * load.shape[2]], load.shape[2]
     most = int((rows_NE > 0).sum(axis=1).max(initial=0))
     if 0 < most <= experts * FEW:
@@ -116,7 +116,7 @@ def looks_partial(load: LoadArray) -> str:
 
 
 def checked_load(values: ArrayLike, dense_layers: int) -> LoadArray:
-    """Return token counts as float64 [T, L, E] without the leading dense layers.
+    """Return token counts as float64 [T, L, E] without the first ``dense_layers`` layers.
 
     Raises:
         FileError: values that are no token counts, or another shape.

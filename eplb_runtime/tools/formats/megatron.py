@@ -26,13 +26,13 @@ _Layer = tuple[bool, int, int]
 
 def load_in(content: Content) -> JobRecord | None:
     """Return the load of a directory that ``--moe-routing-trace-path`` has filled, or of one rank's file of it: one
-    window a step; None: there is no such file.
+    window a step. None: there is no such file. FileError: a line is no router trace, or no step has all layers.
 
-    Checked against Megatron-LM's ``core/transformer/moe/router_trace.py``: a line is a micro-batch of one router,
-    with ``step``, ``stage``, ``block``, ``layer``, ``top_indices`` ``[tokens, topk]``, and ``mtp_idx`` for layers
-    of multi-token prediction, which come last here. Steps that not all layers have reached, as the last one of a
-    job that was stopped, are left out. The number of experts is that of ``logit_shape`` where logits were captured,
-    and else one more than the largest id. Its layers take no replicas.
+    Checked against Megatron-LM's ``core/transformer/moe/router_trace.py``: a line is a micro-batch of one router, with
+    ``step``, ``stage``, ``block``, ``layer``, ``top_indices`` ``[tokens, topk]``, and ``mtp_idx`` for layers of
+    multi-token prediction, which come last here. Steps that not all layers have reached, as the last one of a job that
+    was stopped, are left out. The number of experts is that of ``logit_shape`` where logits were captured, and else one
+    more than the largest id. The layers take no replicas.
     """
     files, ranks = [content.path] if content.kind == "jsonl" else [], 0
     if content.kind == "directory":

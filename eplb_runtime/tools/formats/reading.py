@@ -25,7 +25,7 @@ MOST_TEXT_BYTES, MOST_BYTES = 128 * MIB, 4096 * MIB
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """Name the file that is read in each error of the block."""
+    """Turn each OSError of the block into a FileError, and begin the message of each FileError with ``path``."""
     try:
         yield
     except OSError as error:
@@ -35,8 +35,8 @@ def about(path: Path) -> Iterator[None]:
 
 
 def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slots")) -> NDArray[np.integer]:
-    """Return nested lists, an array or a tensor as whole numbers of any kind, any ids; ``shape`` names the dimensions
-    that they must have, and ``name`` is for refusals."""
+    """Return nested lists, an array or a tensor as an array of whole numbers; their range is not checked. FileError:
+    they are none, or have not as many dimensions as ``shape`` has names; the message begins with ``name``."""
     wanted = f"must be [{', '.join(shape)}] of expert ids"
     try:
         array = np.asarray(values)
@@ -50,14 +50,15 @@ def expert_ids(values: Any, name: str, shape: tuple[str, ...] = ("layers", "slot
 
 
 def names_in(container: Iterable[Any]) -> str:
-    """Return the first few names of a mapping, for messages."""
+    """Return up to six names in quotes, for messages; more are shown by "...". No names: "nothing"."""
     found = list(container)
     shown = [repr(str(name)[:80]) for name in found[:6]]
     return ", ".join(shown + ["..."] * (len(found) > 6)) or "nothing"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's message, short enough to stand in ours."""
+    """Return the first line of another library's error message, without colours, cut to 160 characters. If torch
+    refused to unpickle a class, the line names that class instead."""
     if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):  # torch's, of a class that it does not make
         return f"it holds a {refused[1]}"
     return re.sub(r"\x1b\[[\d;]*m", "", one_line(error))[:160]
@@ -77,12 +78,12 @@ class Content:
     value: Any = None
 
     def holds(self, *names: str) -> bool:
-        """Return whether it is a mapping with all these names."""
+        """Return whether ``value`` is a mapping with all these names."""
         return isinstance(self.value, Mapping) and all(name in self.value for name in names)
 
 
 def open_content(path: Path) -> Content:
-    """Read a file, or note that it is a directory.
+    """Return what a file holds, read by its ending. Of a directory and of ``.jsonl`` only the kind is returned.
 
     Raises:
         FileError: an unknown ending, not what the ending says, or too large to be read.

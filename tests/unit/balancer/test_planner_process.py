@@ -1,7 +1,5 @@
 """The planner's process: it plans what the planner plans; dead, late or not ready it is in nobody's way."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

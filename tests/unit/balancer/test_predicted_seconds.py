@@ -1,7 +1,5 @@
 """What a plan is said to save: in seconds of steps that were timed, and not a word before; and what came true of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

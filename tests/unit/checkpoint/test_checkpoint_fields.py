@@ -1,7 +1,5 @@
 """Fields of a checkpoint that are wrong under right checksums: refused in a line, before anything is changed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

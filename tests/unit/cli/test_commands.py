@@ -1,7 +1,5 @@
 """`plan` and `simulate` say which load their imbalance is of, and what nothing moved costs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

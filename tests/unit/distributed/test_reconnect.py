@@ -3,8 +3,6 @@
 Ranks are threads of this process. A step is a barrier, so they are at most one boundary apart, as in training.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator

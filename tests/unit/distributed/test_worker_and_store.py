@@ -1,7 +1,5 @@
 """Waits that end: work on a thread of ours, and words in the launcher's store."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator
@@ -69,6 +67,32 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_the_timeout(
     assert patient.compare_set("another decision", "commit") == "abort"
     assert (patient.word_of("another decision"), patient.word_of("a third")) == ("abort", "")
     assert (patient.add("count", 2), patient.add("count", 1)) == (2, 3)
+
+
+class Lines(dist.HashStore):
+    """Its own connections; a line that is cut says so when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.cut = list[Lines](), False
+
+    def clone(self) -> dist.Store:
+        self.made.append(Lines())
+        return self.made[-1]
+
+    def check(self, keys: list[str]) -> bool:
+        if self.cut:
+            raise RuntimeError("Connection reset by peer")
+        return super().check(keys)
+
+
+def test_a_connection_that_was_given_back_is_used_again_until_it_is_cut() -> None:
+    lines = Lines()
+    for count, made in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        store = JobStore(lines, "job", 10.0)
+        assert (store.add("count", 1), len(lines.made)) == (count, made)
+        store.close()
+        lines.made[0].cut = count == 2
 
 
 def test_the_lives_of_a_job_and_its_attaches_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

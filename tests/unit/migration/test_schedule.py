@@ -1,7 +1,5 @@
 """A schedule leads from one placement to another through valid ones, within its byte budget."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The log of events survives what befalls a run, and reads back as it was heard."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

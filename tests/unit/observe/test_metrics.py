@@ -1,7 +1,5 @@
 """Each metric is what its name says, reckoned by hand from the events that a job emits."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a trace says: held against small traces whose answers are known, and against one that was published."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

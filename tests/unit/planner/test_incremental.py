@@ -1,7 +1,5 @@
 """The incremental policy in the home layout."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

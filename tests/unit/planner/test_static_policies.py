@@ -1,7 +1,5 @@
 """The free and hierarchical policies and the lower bounds: valid, reproducible, near the optimum, within the budget."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gains that do not come true are believed less; where a router wanders experts stop moving."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

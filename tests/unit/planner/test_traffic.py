@@ -1,7 +1,5 @@
 """Tokens that cross nodes: counted as they are really sent, and fewer where experts stand near their sources."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

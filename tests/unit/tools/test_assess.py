@@ -1,7 +1,5 @@
 """The verdict on a recorded load: yes, no, or what to record longer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

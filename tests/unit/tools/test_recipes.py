@@ -1,7 +1,5 @@
 """``doctor --recipe``: scripts, overrides, JSON and config functions are read as their frameworks would read them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

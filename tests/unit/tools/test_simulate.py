@@ -1,7 +1,5 @@
 """A simulated policy sees only the past, is judged on what came next, and pays for what it moves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields

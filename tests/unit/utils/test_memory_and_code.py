@@ -1,7 +1,5 @@
 """Memory as an array, and hashes of its blocks, which notice what a wire, or a row never written, can do to them."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
