@@ -272,3 +272,8 @@ def test_ranks_of_one_speed_are_planned_for_as_ever() -> None:
     plain = plan(SLOW_LOAD, SLOW_TOPOLOGY, slots_per_rank=9, current=current)
     alike = plan(SLOW_LOAD, SLOW_TOPOLOGY, slots_per_rank=9, current=current, rank_speed=[0.7] * SLOW_RANKS)
     assert alike.placement == plain.placement and np.array_equal(alike.imbalance_after, plain.imbalance_after)
+
+
+def test_a_slow_rank_gives_its_only_expert_for_a_lighter_one() -> None:
+    made = plan(np.array([[90.0, 10, 10, 10]]), Topology(4), slots_per_rank=1, rank_speed=[0.5, 1, 1, 1])
+    assert made.placement.home_rank[0, 0] != 0

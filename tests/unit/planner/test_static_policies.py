@@ -217,6 +217,12 @@ def test_equal_loads_go_to_the_lower_id() -> None:
     assert physical_to_logical.tolist() == [[2, 0, 0, 3, 1, 1]]
 
 
+@pytest.mark.parametrize("scale", [2.0**-300, 2.0**300])
+def test_loads_beyond_float32_are_planned_as_others_are(scale: float) -> None:
+    load = WEIGHT.double().numpy()
+    assert np.array_equal(balance(load, 80, 1, 1, 8)[0], balance(load * scale, 80, 1, 1, 8)[0])
+
+
 @pytest.mark.parametrize(("sizes", "complaint"), [((7, 1, 1, 2), "7 slots"), ((8, 3, 1, 2), "8 experts")])
 def test_sizes_that_do_not_fit_for_the_reference_policy_are_refused(
     sizes: tuple[int, int, int, int], complaint: str
