@@ -330,15 +330,15 @@ class Trial:
 
 
 def take_trial(keep: bool = False) -> Trial | None:
-    """Return the trial that this process's environment names, or None, and delete the variable, so that a second
-    ``attach`` finds none. ``keep``: leave the variable for ``attach``."""
+    """Return the trial in this process's variable `VERIFY`, or None if there is none, and delete the variable, so that
+    a second ``attach`` finds no trial. ``keep``: leave the variable for ``attach``."""
     text = os.environ.get(VERIFY, "") if keep else os.environ.pop(VERIFY, "")
     return Trial(**json.loads(text)) if text else None
 
 
 def set_trial(trial: Trial, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Write a trial into an environment, by default this process's, for the next ``attach`` of a process that has
-    it."""
+    """Write a trial as JSON into the variable `VERIFY` of an environment, by default this process's, for the next
+    ``attach`` of a process that has this environment."""
     environment[VERIFY] = json.dumps(asdict(trial))
 
 

@@ -242,9 +242,9 @@ class EventLog:
         self.called_at_once: list[Callable[[Event], None]] = []  # ours, which wait for nothing
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
-        """Start a thread that calls ``listener`` with each event from now on; what it raises is logged. While
-        `MOST_WAITING` events wait, new ones are dropped for this listener: `left_out` counts them, and a warning is
-        logged once."""
+        """Call ``listener`` with each event from now on, on a thread of its own, and log what it raises. While
+        `MOST_WAITING` events wait for it, new ones are dropped for this listener: `left_out` counts them, and a warning
+        is logged once."""
         thread = Worker("eplb_runtime listener", self._begin)
         warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
         self._threads.append(thread)

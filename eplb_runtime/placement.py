@@ -194,7 +194,7 @@ class Placement:
 
     @property
     def homes_LRH(self) -> IntArray:
-        """The logical experts at home on each rank: int32 ``[L, R, E/R]``; PlacementError: a free placement."""
+        """The logical experts at home on each rank, by slot: int32 ``[L, R, E/R]``; PlacementError: free placement."""
         return self._by_rank()[:, :, : self.homes_per_rank]
 
     @property
@@ -287,7 +287,7 @@ class Placement:
         return cls.from_fields(placement_file.from_json(text))
 
     def save(self, path: str | Path) -> None:
-        """Write the placement as a ``.json`` file (:func:`utils.files.replacing`); PlacementError: another ending."""
+        """Write the placement to a ``.json`` file, which appears whole or not at all. PlacementError: another name."""
         if Path(path).suffix not in placement_file.ENDINGS:
             raise PlacementError(f"{path}: a placement is written as .json")
         write_file(Path(path), self.to_json())

@@ -161,11 +161,11 @@ class Balancer:
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
         """Register a tensor that moves with the experts of a parameter (an EMA copy, a mask, other state of each
-        expert): migrations write it in place, bit for bit, and checkpoints save it. It is not copied to replicas or
-        trained. A parameter or buffer of the model is marked as one that DistributedDataParallel ignores, so wrap in it
-        after this. ``parameter``: a key of ``layer_of_parameter``. ``name``: new for it. ``tensor``: ``[E/R, ...]``,
-        rows in the parameter's current order, on its device. The same names on every rank, in the same order.
-        Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
+        expert): migrations write it in place, bit for bit, and checkpoints save it; replicas do not get it. If the
+        model has it, DistributedDataParallel is told to ignore it: wrap after this. Not collective; the same names on
+        every rank, in one order. ``parameter``: a key of ``layer_of_parameter``. ``tensor``: ``[E/R, ...]``, rows in
+        the parameter's current order; where ``fully_shard`` slices experts, a DTensor placed as it. RegistryError: no
+        such parameter, ``name`` taken, other rows or device, requires_grad, expanded, freed, of inference_mode."""
         self.tensors.register(parameter, name, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
@@ -179,10 +179,10 @@ class Balancer:
 
     def adopt(self, optimizer: torch.optim.Optimizer, *, instead_of: torch.optim.Optimizer | None = None) -> None:
         """Hook an element-wise optimizer of the attached model's parameters, as ``attach`` does: gradients are reduced
-        before it steps, and its state of experts moves with them. All optimizers step once in a training step. Its
-        parameters outside the model are taken to be the same on every rank. ``instead_of``: an optimizer to let go of,
-        which may not step the model any more; a decision or migration in flight is dropped. Complete checks by the
-        guard begin again with the first optimizer, and with ``instead_of``. Collective, between steps.
+        before it steps, and its state of experts moves with them. All optimizers step once in a training step.
+        Parameters that it holds outside the model are taken to be the same on every rank. ``instead_of``: an optimizer
+        to let go of, which may not step the model any more; a decision or migration in flight is dropped. Complete
+        checks by the guard begin again with the first optimizer, and with ``instead_of``. Collective, between steps.
         Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
         RuntimeError: a rank did not come; with ``instead_of``, closed, or between a backward pass and a step."""
         began = self.loop.has_optimizer
@@ -234,8 +234,8 @@ class Balancer:
     def rebalance(self) -> bool:
         """Decide now, on the load since the last decision, and migrate if it pays; a decision that was begun earlier is
         waited for and acted on instead. Returns whether the placement has changed. Training waits for the plan and the
-        migration. An overlapped migration in flight, and an open stream of weights, are ended first. Replicas are
-        refreshed after a change. Periodic decisions go on. Collective, between steps.
+        migration. An overlapped migration in flight, and an open stream of weights, are ended first. Events are
+        emitted, and after a change replicas are refreshed. Periodic decisions go on. Collective, between steps.
         Raises RuntimeError: where `loop_state.CALLS` refuses it, inside ``quiesce``, or while ranks connect again."""
         self._enter("rebalance()")
         # Without a barrier, this rank's decision would mix with comparisons in the other ranks' steps.
@@ -254,12 +254,12 @@ class Balancer:
             yield
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks in place, those outside the experts where ``dense_gradients="allreduce"``;
-        hooked to run before the optimizer's step. Gradients of replicas are added to their homes' first, in float32 in
-        the order of slots, with what ``no_sync`` held back. Parameters that ``add_param_group`` has added are taken in.
-        Call it to use gradients earlier (clipping by hand; for a GradScaler, see `eplb_runtime.GradScaler`): each
-        contribution is reduced once, however often, and backward passes may go on. Inside the EP group experts' need no
-        average: all ranks' tokens reached them, divided by the number of ranks already. Collective."""
+        """Average gradients in place: those of experts over the ranks that hold the same experts, unless the framework
+        does it; with ``dense_gradients="allreduce"`` the others, too. Hooked to run before the optimizer's step.
+        Gradients of replicas are added to their homes' first, in float32 in the order of slots, with what ``no_sync``
+        held back. Parameters that ``add_param_group`` has added are taken in. Collective. Call it to use gradients
+        earlier (clipping by hand; for a GradScaler, see `eplb_runtime.GradScaler`): each contribution is reduced once,
+        however often, and backward passes may go on. Inside the EP group layers divide gradients already."""
         self.optimizer_hooks.follow()
         self.gradients.reduce()
 
@@ -304,8 +304,8 @@ class Balancer:
     @contextmanager
     def quiesce(self) -> Iterator[None]:
         """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
-        ranks. Layers that an overlapped migration has not committed wait until the end, as does a decision that is
-        due."""
+        ranks. Layers that an overlapped migration has not committed wait until the end, as does a decision that is due.
+        RuntimeError: a call of `rebalance` inside."""
         self.rebalancer.overlapped.withdraw()
         self.rebalancer.quiesced += 1
         try:
@@ -315,20 +315,20 @@ class Balancer:
 
     def suspend(self) -> int:
         """Begin a rollout: free what the balancer keeps outside the model (staging memory, replicas), and decide and
-        move nothing until `resume`. Returns the bytes freed on this rank, 0 if it is suspended already. A migration in
-        flight is completed first, and an open stream of weights ended. `loop_state.CALLS` lists what is refused until
-        `resume`. With replica slots parameters are put into memory of their own, so call this before weights are freed;
-        without, it may come after. Collective, between steps.
-        Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
+        move nothing until `resume`; `loop_state.CALLS` lists what is refused till then. Returns the bytes freed here,
+        and emits `Suspended`; suspended already: ranks meet, it returns 0. A migration in flight is completed first
+        (dropped inside ``quiesce`` or while ranks connect again), an open stream of weights ended. With replica slots
+        parameters get their own memory: call it before weights are freed; else it may come after. Collective, between
+        steps. RuntimeError: a rank did not come, or lacks weights with replica slots, or `CALLS` says so."""
         self._enter("suspend()")
         return self._phases.suspend()
 
     def resume(self) -> None:
         """End a rollout, after weights, gradients and optimizer state are loaded: take the memory of replicas again,
-        and refresh them. The rollout's seconds do not count as a step's. Collective. Without `suspend` it does nothing;
-        after a `close` while weights were freed it gives layers of experts their memory back.
-        Raises RuntimeError on all ranks: a rank did not come, or lacks memory for weights or replicas; call it again
-        then."""
+        refresh them, and emit `SuspensionEnded`. The rollout's seconds do not count as a step's. Collective. Without
+        `suspend` it does nothing; after a `close` with freed weights it gives layers of experts their memory back.
+        Raises RuntimeError on all ranks: a rank did not come, or lacks memory for weights or replicas; call it
+        again."""
         self.loop.require("resume()")
         self._phases.resume()
 
@@ -398,8 +398,8 @@ class Balancer:
         over the modules of a rank that takes expert ``i`` for ``ep_rank * E/R + i`` is right. Replica slots are empty
         inside, and nothing else migrates. Collective, in and out, between steps; two migrations. ``timeout_seconds``:
         that ranks wait for each other, in and out (None: as for `named_logical_tensors`, which moves nothing).
-        Raises RuntimeError: a rank did not come, a migration was dropped, or as `rebalance`; logged if the body
-        raised."""
+        Raises RuntimeError: a rank did not come, a migration was dropped, or as `rebalance`; after an error in the body
+        the way back only logs these."""
         seconds = self.begin_export("logical_order()", timeout_seconds)
         before = self.placement
         sizes = before.num_layers, before.num_experts, before.num_ranks, before.replica_slots
@@ -445,10 +445,10 @@ class Balancer:
         restore(state, self.runtime, self.rebalancer)
 
     def close(self) -> None:
-        """Stop balancing: drop what is in flight, end threads and listeners, and give back the groups that only
-        balancing needs. Collective. The model keeps its current homes, spread over ranks, and gradients are still
-        reduced; replicas are not used any more. It does nothing if it was called before, or in a process that was
-        forked from a rank.
+        """Stop balancing: drop what is in flight, emit `BalancingEnded`, end threads and listeners, and give back the
+        groups that only balancing needs. Collective. The model keeps its current homes, spread over ranks, and
+        gradients are still reduced; replicas are not used any more. It does nothing if it was called before, or in a
+        process that was forked from a rank.
         Raises RuntimeError, with replicas: a rank did not come. The balancer stays open then, as on the other ranks."""
         if self.closed or self.in_a_child:
             return

@@ -1,7 +1,5 @@
 """Makes one decision on the control channel of every rank: sum the load, plan on rank 0, broadcast the plan, agree."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -270,10 +268,10 @@ def decide(
     group: dist.ProcessGroup,
     agreement: Agreement,
 ) -> Decision:
-    """Make a decision: add up the load, compare samples of the guard, plan on rank 0, broadcast the plan and agree on
-    it. A failure that all ranks know is returned in ``Decision.failure``. The verdict is recorded in the store under
-    ``key``, new for each decision: a rank whose wait times out records its own verdict there. Collective over a control
-    group, on any thread. Raises ConnectionLost: a rank did not arrive in time."""
+    """Make a decision and return it: add up the load, compare samples of the guard, plan on rank 0, broadcast the plan
+    and agree on it. A failure that all ranks know is in ``Decision.failure``. The verdict is recorded in the store
+    under ``key``, new for each decision: a rank whose wait times out records its own verdict there. Collective over a
+    control group, on any thread. Raises ConnectionLost: a rank did not arrive in time."""
     epoch = measurement.placement.epoch
     probe(Phase.DECIDING, key)
     with phase("decision: add up load", epoch=epoch):

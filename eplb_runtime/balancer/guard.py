@@ -5,8 +5,6 @@ A rank says of itself: the optimizers list each expert once and write what they 
 the end. Later samples go along with each decision. All ranks come to the same finding before any of them raises.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -119,7 +117,7 @@ class Guard(LoopHooks):
 
     @property
     def is_new(self) -> bool:
-        """Return whether this is one of the first steps, which are sampled completely, and the guard is on."""
+        """Return whether this is one of the first steps, which are sampled completely; False with the guard off."""
         return self._mode != "off" and bool(self._tensors.optimizers) and self._steps < self.complete_steps
 
     def sample(self) -> Sample | None:
@@ -175,8 +173,8 @@ class Guard(LoopHooks):
         }
 
     def compare(self, sample: Sample, group: dist.ProcessGroup) -> str:
-        """Exchange samples over a group, on any thread. Returns the first mistake in them, the same on every rank, or
-        "". Collective."""
+        """Exchange samples over a group, on any thread. Returns a line that says the first mistake in them, the same on
+        every rank; "": there is none. Collective."""
         rows = gather_bytes(sample.encode(), group)
         said = dict(zip(dist.get_process_group_ranks(group), map(json.loads, rows), strict=True))
         finding = next((f"{problem} (rank {rank})" for rank, (problem, _) in said.items() if problem), "")
@@ -309,7 +307,7 @@ def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> s
 
 
 def snapshots(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> list[Snapshot]:
-    """Return snapshots of the parameters, wider than two bytes, that have a gradient and a learning rate above 0."""
+    """Return snapshots (some elements, versions) of parameters with gradient and learning rate, in float32 or wider."""
     rates = _rates(optimizers)
     # Writing through .data leaves no version; the values tell then, where rounding hides no update.
     wide = [(name, p) for name, p in parameters.items() if p.element_size() > 2 and any(rates.get(id(p), ()))]

@@ -58,7 +58,7 @@ class LoopHooks:
     """Part of a loop. Each call comes on every rank at the same place; by itself it does nothing."""
 
     def refuse_if_broken(self) -> None:
-        """Raise if this rank has failed after an agreement; called ahead of each call and step. Does nothing here."""
+        """Called ahead of each call and step, to raise if this rank failed after an agreement. Does nothing here."""
 
     def on_forward_begin(self, trains: bool) -> None:
         """Called when a forward of the model begins; ``trains``: for gradients of an optimizer. Does nothing here."""
@@ -158,7 +158,7 @@ class LoopState:
     @torch.compiler.disable
     def begin_forward(self, layers: frozenset[int]) -> None:
         """Begin a forward, on this thread, of a model with these layers: end an earlier one that broke off, and call
-        the hooks. RuntimeError: the forward trains, and the balancer is suspended."""
+        the hooks. A forward in training begins a step. RuntimeError: it trains, and the balancer is suspended."""
         self.end_broken_off(layers)
         self._running.add((get_ident(), layers))
         trains = torch.is_grad_enabled() and self.has_optimizer
@@ -205,8 +205,8 @@ class LoopState:
             hook.before_step()
 
     def end_step(self) -> None:
-        """Close a training step: end forwards that broke off, and call the hooks, which count, decide and move.
-        RuntimeError: inside a schedule, or suspended."""
+        """Close a training step, so that none has begun: end forwards that broke off, and call the hooks, which count,
+        decide and move. RuntimeError: inside a schedule, or suspended."""
         self.require(STEP_ENDS)
         self.end_broken_off()
         self._has_begun = False

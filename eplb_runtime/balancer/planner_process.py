@@ -4,8 +4,6 @@ The child imports no torch. It compiles the planner, or reads compiled code from
 over a pair of sockets: a line of JSON, and arrays in NumPy's format.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -46,7 +44,7 @@ class PlannerLost(RuntimeError):
 
 
 class PlannerProcess:
-    """A child that plans, within ``seconds``. One thread asks, another may close. ``process``: None if it could not
+    """A child that plans within ``seconds``. One thread asks, another may close. ``process``: None if it cannot
     begin."""
 
     process: subprocess.Popen[bytes] | None = None
@@ -62,7 +60,7 @@ class PlannerProcess:
 
     def plan(self, load: NDArray[Any], topology: Topology, **terms: Any) -> Plan:
         """Return what `planner.plan` gives in the child, in the home layout. Until the child has compiled, homes are
-        planned here by DeepSeek's rule, and the reason says so. A child that has died or is late is replaced.
+        planned here by DeepSeek's rule; the reason and a log line say so. A child that dies or is late is replaced.
         Raises PlannerLost: there is no plan; RuntimeError: the planner failed, and its error is named."""
         with self._asking:
             if not self.is_ready(0.0):

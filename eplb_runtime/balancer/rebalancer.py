@@ -6,8 +6,6 @@ decision that `Rebalancer.plan_ahead` may have begun. A failure drops the rebala
 training goes on with the old placement.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
@@ -132,8 +130,8 @@ class Rebalancer(LoopHooks):
         return -1 if self.overlapped.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
-        """Return whether homes of a layer have changed slots since attach, even if they are back; waits as
-        `placement`."""
+        """Return whether homes of a layer have changed slots since attach, even if they are back. Waits for other ranks
+        as `placement` does."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 
@@ -238,7 +236,7 @@ class Rebalancer(LoopHooks):
         return moved
 
     def plan_ahead(self) -> None:
-        """Begin the decision that `rebalance_now` acts on, and do not wait for it. On every rank, between steps."""
+        """Begin the decision that `rebalance_now` acts on, and do not wait for it. Collective, between steps."""
         self.control.require("plan_ahead()")
         self._pending = replace(self._decide(0), due_step=AHEAD)
 
@@ -265,9 +263,9 @@ class Rebalancer(LoopHooks):
             wait([self._pending.decision], self._config.timeout_seconds + A_LITTLE_SECONDS)
 
     def compare(self, digest: bytes, what: str, subject: str) -> Verdict:
-        """Return the verdict on whether all ranks were given the same 16 bytes (zeros: none). Drops the decision and
-        the migration in flight first. If a rank is lost, which the verdict says, deciding stops until the ranks connect
-        again. Collective, between steps. ConnectionLost: they connect again now."""
+        """Return the verdict on whether all ranks were given the same 16 bytes (zeros: none), of the call ``what``.
+        Drops the decision and the migration in flight first. If a rank is lost, which the verdict says, deciding stops
+        until ranks connect again. Collective, between steps. ConnectionLost: they are connecting again."""
         self.control.require(what)
         self.cancel_pending()
         try:
@@ -290,9 +288,9 @@ class Rebalancer(LoopHooks):
             raise
 
     def migrate_to(self, target: Placement, step: int | None = None) -> MigrationProgress:
-        """Migrate to a placement while training waits, and return how far it came, with a failure in ``failed_phase``.
-        A migration in flight is dropped; a decision in flight stays for later. ``step``: number of steps to go on from,
-        of a saved state. Replicas are refreshed. Collective, between steps. ConnectionLost: the ranks connect again."""
+        """Migrate to a placement while training waits; return how far it came, with a failure in ``failed_phase``.
+        Drops a migration in flight; a decision in flight stays for later. ``step``: go on from this number of steps.
+        Events are emitted, replicas refreshed. Collective, between steps. ConnectionLost: the ranks connect again."""
         self.control.require("a migration")
         self.drain()
         if step is not None:

@@ -5,8 +5,6 @@ A folder has tensor files of each rank for three parts (model, optimizer, extra 
 names are new in each save, so a save that ends early leaves the old checkpoint whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -407,7 +405,7 @@ def tensors_in(folder: Path, files: Iterable[str], part: str = "") -> dict[tuple
 
 
 def opened(folder: Path, access: JointAccess) -> Saved:
-    """Open a folder of our format, after checking this rank's share of all checksums. CheckpointError: damaged."""
+    """Open a folder of our format, after comparing this rank's share of the checksums. CheckpointError: damaged."""
     marker = read_marker(folder)
     _verify(folder, marker, access)
     files = tensors_in(folder, (Path(file).name for file in marker["files"] if file.endswith(".safetensors")))

@@ -189,7 +189,7 @@ class LogicalView:
         return dict(one.state.get(self.parameters[name], {})) if one is not None else {}
 
     def set_optimizer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state of a parameter; nothing happens without an optimizer that has the parameter."""
+        """Replace the optimizer's state of a parameter; nothing without an optimizer for it, or if both are empty."""
         one = self._optimizer_of.get(name)
         if one is not None and (state or self.optimizer_state(name)):
             one.state[self.parameters[name]] = dict(state)
@@ -233,9 +233,9 @@ class LogicalView:
                     live[option] = value
 
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
-        """Raise CheckpointError, on all ranks, if memory of the state is freed on one, as jobs do between phases, or
-        adapters are merged into a base. Collective when attached (a barrier). ``what``: the call, by name. ``patient``:
-        wait as long as the host's process groups do: before a load ranks may come at very different times.
+        """Raise CheckpointError, when attached on all ranks, if memory of the state is freed on one, as jobs do between
+        phases, or adapters are merged into a base. Collective when attached (a barrier; RuntimeError: a rank did not
+        come). ``what``: the call, by name. ``patient``: wait as long as the host's process groups do, as before a load.
         ``merged_too``: False: merged adapters are allowed, as for state of adapters alone, which does not change."""
         of_experts = self.balancer.tensors.memory.why_freed() if self.balancer is not None else ""
         freed = (one.key for one in self.entries() if not has_memory(one.tensor))
@@ -424,7 +424,7 @@ class Saved:
                 self.read_block(entry.key, offsets, block)
 
     def read_block(self, key: str, offsets: Sequence[int], block: Tensor) -> None:
-        """Write the saved values of tensor ``key`` from ``offsets`` on into ``block``, in place, cast to its dtype."""
+        """In subclasses: fill ``block`` with saved values of tensor ``key`` from ``offsets`` on, cast to its dtype."""
         raise NotImplementedError
 
 

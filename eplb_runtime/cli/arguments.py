@@ -39,8 +39,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, text: str, run: Run, options: Sequence[Option]) -> None:
-    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. What it parses has
-    ``run`` and ``action`` (its name). ``text``: the command's help; the list of commands shows its first line."""
+    """Add a command to the subparsers ``commands``, with its options, ``--json`` and ``--verbose``. Parsed arguments
+    get ``run`` and ``action=name``, too. ``text``: its help, of which the list of commands has one line."""
     command: argparse.ArgumentParser = commands.add_parser(
         name, help=in_list(text), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -147,7 +147,7 @@ def read_job(path: str, arguments: argparse.Namespace) -> "JobRecord":
 
 
 def counted_windows(load: "NDArray[np.float64]", path: str) -> "NDArray[np.float64]":
-    """Return the windows of a load [T, L, E] that have tokens; stderr counts the others. InputError: none has any."""
+    """Return a load's windows [T, L, E] with tokens; stderr counts the other windows. InputError: no window has any."""
     counted_T = load.any(axis=(1, 2))
     if not counted_T.any():
         raise InputError(f"{path}: no token was counted; record a job that trains")

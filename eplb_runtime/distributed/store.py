@@ -83,7 +83,7 @@ class JobStore:
         self.delete(*keys)
 
     def close(self) -> None:
-        """Drop the connection and end the thread. Waits for it up to the timeout, but not where the store is silent."""
+        """Leave the connection to later `JobStore`s, and end the thread; waits up to the timeout, if not silent."""
         if not self._worker.closed:
             self._worker.submit(self._give_back)
             self._worker.close(0.0 if self.silent else self._seconds)
@@ -103,7 +103,7 @@ class JobStore:
         """Ask on the thread, over a connection that was given back or a new one; a failure leaves none."""
         spare = _SPARE.setdefault(self._source, [])
         while self._connection is None and spare:
-            with contextlib.suppress(RuntimeError):  # it was cut meanwhile
+            with contextlib.suppress(RuntimeError, IndexError):  # it was cut or taken meanwhile
                 (known := spare.pop()).check([self._prefix])
                 self._connection = known
         if self._connection is None:

@@ -3,8 +3,6 @@
 ``attach`` asks the hosts in turn and hands a description to `hosts.attaching`. Nothing else knows a framework.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -40,8 +38,7 @@ def attach(
     ranks: Ranks | None = None,
     device: torch.device | str | None = None,
 ) -> Balancer:
-    """Spread a model's experts over the EP group and return the balancer, which keeps them balanced. Collective: every
-    rank calls it once.
+    """Spread a model's experts over the EP group, and return the balancer that keeps them balanced. Collective.
 
     The model must be the same on every rank (same seed or checkpoint; checked). Afterwards each rank holds E/R experts
     of every MoE layer, whose forward counts tokens and sends them to the ranks of their experts. Other parameters are
@@ -113,7 +110,7 @@ def shard_experts(
 
     Only for FSDP2, which must see the experts cut before the optimizer is made: then ``fully_shard`` each experts
     module over the ranks that hold the same experts, along dimension 1, the rest as usual, make the optimizer, and
-    ``attach`` with the same config and group; until then the layers cannot run::
+    ``attach`` with the same config and group; until then the layers must not run::
 
         eplb.shard_experts(model, ep_group=ep_group)
         for layer in model.model.layers:

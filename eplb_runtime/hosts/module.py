@@ -5,8 +5,6 @@ A layer keeps its experts in tensors ``[E, ...]`` and computes them by a functio
 then computes every expert, with that expert's weights in the place of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import threading
@@ -88,7 +86,7 @@ class _Method:
     padding: _RealTokens
 
     def watch(self, see: Callable[[Tensor, int, int], None], clock: ExpertClock) -> Callable[[], None]:
-        """Replace the module's method by one that also shows expert ids ``[T, K]`` to ``see``; return the undo."""
+        """Let the module's method also show ids ``[T, K]`` to ``see``, timed by ``clock``; return how to undo it."""
         return watch_calls(self.owner, self.layer.run, lambda *given: self.choices(*given)[0], see, clock)
 
     def install(self, parallel: ExpertParallelLayer) -> None:
@@ -129,15 +127,14 @@ class _Method:
 
 
 def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
-    """Replace lists of experts in a model by modules with tensors ``[E, ...]``, before an optimizer is made. Not
-    collective.
+    """Replace a model's lists of experts by modules with tensors ``[E, ...]``, before there is an optimizer.
 
     The tensor of ``up.weight`` in each expert is ``up__weight``, with the same values. A few rows are sent through each
     expert and through the one module that computes all experts from now on, and the results are compared. What is set
     in that module later (a dropout, a temperature) holds for all experts. Layers stacked already are left alone.
     Load checkpoints of the unstacked model before this call. Two things differ, and rank 0 logs a warning: an expert
     without tokens has no gradient in a list, and optimizers pass it over; in a stack its gradient is zero, and momentum
-    and weight decay go on. And a tensor has a dimension more.
+    and weight decay go on. And a tensor has a dimension more. Not collective.
 
     Args:
         model: whole, not attached.

@@ -45,8 +45,7 @@ def attach(
     ep_group: dist.ProcessGroup | None = None,
     ranks: Ranks | None = None,
 ) -> Balancer:
-    """Attach all pipeline stages of this rank to one balancer, with one plan for all stages, and return the balancer.
-    Collective: every rank calls it.
+    """Attach this rank's pipeline stages to a balancer that plans all stages together, and return it. Collective.
 
     As `eplb_runtime.attach` of the stages' modules. Replace ``schedule.step``: no expert may move while it runs. With
     replicas, replace methods of the stages, too: gradients of replicas are right where the schedule splits backwards
@@ -196,7 +195,7 @@ class OverlappedForwardBackward:
 
 
 def ranks_of(schedule: Schedule, ep_group: dist.ProcessGroup | None = None) -> Ranks:
-    """Return `Ranks` with the schedule's stages on this rank, and with the ranks of ``ep_group`` (None: not said)."""
+    """Return `Ranks` with the schedule's stages on this rank and ``ep_group``'s ranks (None: `attach` finds them)."""
     ep = None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group))
     return Ranks(ep=ep, stages=tuple(stage.stage_index for stage in stages_of(schedule)))
 

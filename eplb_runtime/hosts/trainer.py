@@ -6,6 +6,7 @@ belongs to the Trainer (batches, losses, schedules, random numbers) stays its ow
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class BalancedTrainerMixin(_TrainerBase):
         self._resumes_from: Path | None = None
         super().__init__(*arguments, **options)
         if self._is_spread:  # the Trainer, which cannot save the optimizer of such a model, insists on True
+            self.args: Any = copy.copy(self.args)
             self.args.save_only_model = False
         _refuse(self)
 
@@ -150,13 +152,14 @@ class BalancedTrainerMixin(_TrainerBase):
         super().end()
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log as the Trainer does. ``logs`` with a loss first get ``moe/...``, the last measured load's balance."""
+        """Log as the Trainer does. If ``logs`` have a loss, first add ``moe/...`` to them, the balance of the last
+        measured load by the field's names."""
         if self.balancer is not None and self.balancer.shown is not None and "loss" in logs:
             logs.update({f"moe/{name}": round(value, 4) for name, value in self.balancer.shown.balance().items()})
         super().log(logs, *arguments, **options)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """Evaluate as the Trainer does. RuntimeError: ranks, which gather them, have other numbers of batches."""
+        """Evaluate as the Trainer does. RuntimeError: ranks (asked first) have different numbers of batches."""
         if self.balancer is not None:
             here = [len(dataloader) if has_length(dataloader) else 0]
             batches = self.accelerator.gather(torch.tensor(here, device=self.args.device)).tolist()

@@ -90,8 +90,8 @@ class ExpertShare:
         return cls(ASSUMED_SHARE, "assumed") if given is None else cls(given, "given")
 
     def updated(self, expert_seconds: float, step_seconds: float) -> "ExpertShare":
-        """Return ``expert_seconds / step_seconds``, at most 1, as a measured share. A share whose source is "given"
-        stays, and so does any share if one of the times is not positive."""
+        """Return ``expert_seconds / step_seconds``, at most 1, as a "measured" share with ``at`` 0. A "given" share is
+        returned unchanged, and so is any share if one of the times is not positive."""
         if self.source == "given" or not 0 < expert_seconds <= math.inf or step_seconds <= 0:
             return self
         return ExpertShare(min(1.0, expert_seconds / step_seconds), "measured")

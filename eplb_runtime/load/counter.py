@@ -91,7 +91,7 @@ class LoadCounter:
         return buckets
 
     def resume(self, buckets: Tensor, steps: int) -> None:
-        """Replace the history by buckets of another run, of ``steps`` steps. ValueError: they do not fit; no change."""
+        """Replace the history by another run's buckets, ``open_steps`` by ``steps``. ValueError: they do not fit."""
         before, self.open_steps = self.open_steps, steps
         if len(buckets) != self.buckets or len(buckets) > len(self._buckets):
             self.open_steps = before

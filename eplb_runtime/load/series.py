@@ -126,7 +126,7 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
 
 
 def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
-    """Return int64 ``[T, L, E]`` as a JSON-able dict, ``shape`` and ``data``. ``level``: of zlib, 1 is quickest."""
+    """Return int64 ``[T, L, E]`` as a JSON-able dict: ``shape`` and ``data`` (zlib of this ``level``, then base64)."""
     data = zlib.compress(np.ascontiguousarray(load, dtype="<i8").tobytes(), level)
     return {"shape": list(load.shape), "data": base64.b64encode(data).decode()}
 

@@ -13,8 +13,6 @@ orders on two ranks can keep both waiting. There the thread that trains posts al
 the collectives of two steps on every rank; the other thread only receives them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -171,8 +169,8 @@ class Overlapped:
                 self._open_gate()
 
     def before_layer(self, layer: int) -> None:
-        """Commit a layer's rounds for which all ranks have voted, as its forward begins. Waits a short time for each,
-        then refuses it as late. On every rank that holds the layer."""
+        """Commit a layer's rounds for which all ranks have voted, as its forward begins. Waits up to each round's
+        ``patience``, then refuses it as late. On every rank that holds the layer."""
         if self._flights:
             with self._training_waits():  # two batches may run at once
                 self._open_gate()

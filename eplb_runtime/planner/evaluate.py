@@ -20,7 +20,7 @@ HALVINGS = 24
 
 def rank_load(load: FloatArray, placement: Placement, speed_R: FloatArray | None = None) -> FloatArray:
     """Return the tokens of each rank, float64 ``[L, R]`` or ``[W, L, R]``. In the free layout they are split evenly
-    over an expert's copies, in the home layout by water-filling, window by window. Without copies nothing is compiled.
+    over an expert's copies, else by water-filling, window by window. Without replicas numba compiles nothing.
 
     Args:
         load: float64 ``[L, E]``, or ``[W, L, E]`` for several windows.

@@ -5,8 +5,6 @@ through and are added when the next layer's is: one exchange at a time is in fli
 travel, and gradients leave after the backward pass, because FSDP may write those of the homes until its end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +72,7 @@ class ReplicaSync:
 
     def free(self) -> int:
         """Free the memory of replicas and their gradients; return the freed bytes. Waits for transfers under way first,
-        and drops all plans and gradients that are held back. Sets ``is_freed``: until `take` a forward raises."""
+        and drops all plans. No gradient may be held back. Sets ``is_freed``: until `take` a forward raises."""
         self.wait_all()
         self.abandon()
         self.is_freed = True

@@ -91,8 +91,8 @@ def folder_for(package: Path) -> Path:
 
 
 def remove_older() -> None:
-    """Delete the cache folders of earlier sources, if this package's cache is inside the package; elsewhere nothing."""
-    here, kind = cache_folder(), cache_folder().name.rpartition("-")[0]  # other processors may share the disk
+    """Delete the cache folders of other sources for this Python, numba and processor, if ours is inside the package."""
+    here, kind = cache_folder(), cache_folder().name.rpartition("-")[0]
     for other in here.parent.glob(f"{kind}-*") if here.parent == _PACKAGE / "__pycache__" else ():
         if other != here:
             shutil.rmtree(other, ignore_errors=True)

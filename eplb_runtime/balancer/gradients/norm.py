@@ -5,8 +5,6 @@ an expert's gradient is cut over ranks, its squares are added as whole numbers, 
 is equal to the bit wherever the cuts are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,7 +76,7 @@ def powers_of_experts(
 
 def combined(powers: Tensor, norm_type: float) -> Tensor:
     """Return the power of a norm, ``[...]``, from those of its N parts, ``[N, ...]``: the sum, or the maximum for
-    ``inf``."""
+    ``inf``. A NaN stays one."""
     return powers.amax(dim=0) if math.isinf(norm_type) else powers.sum(dim=0)
 
 
@@ -131,8 +129,8 @@ def squares_of_slots(
     layers: Sequence[RangesOfSlots], place: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
     """Return squared 2-norms of each slot over all ranges, float64 ``[slots]`` for each of ``layers``, equal on all
-    ranks of the group. ``place``: this rank's number in it. Collective. RuntimeError: a gradient does not fill its
-    range."""
+    ranks of the group. ``place``: this rank's number in the group. Collective. RuntimeError: a gradient has other
+    elements than its range on this rank."""
     flats = []
     slots = (pair for one in layers for pair in zip(one.gradients, one.ranges, strict=True))
     for gradient, (first, end) in ((gradient, ranges[place]) for gradient, ranges in slots):

@@ -8,8 +8,6 @@ What arrives is scaled, so that what is reduced is a mean over ranks: it may be 
 came since. So a loop may look at gradients as often as it likes, go on adding to them, and never zero them.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,9 +80,9 @@ class Gradients(LoopHooks):
         self._first = True
 
     def on_forward_begin(self, trains: bool) -> None:
-        """In training, hook parameters that are trained since the last time, and drop what replicas have under way of a
-        backward pass that never ended. RuntimeError, with replicas: a parameter has hooks that replicas' gradients
-        would pass by, or was frozen at attach and is trained now."""
+        """In training, hook parameters that are trained since the last time, to divide their gradients, and drop what
+        replicas have under way of a backward pass that never ended. RuntimeError, with replicas: a parameter has hooks
+        that replicas' gradients would pass by, or was frozen at attach and is trained now."""
         if not trains:
             return
         for name, parameter in self._parameters.items() if self._replicas is not None else ():
@@ -109,7 +107,7 @@ class Gradients(LoopHooks):
 
     def arrives(self, parameter: Tensor) -> None:
         """Note that a backward pass, or a replica, is about to add to the gradient of an expert parameter.
-        RuntimeError: the gradient there is of experts that have moved away."""
+        RuntimeError: the gradient there is of experts that have moved away, and was not zeroed."""
         self._new = True
         if self._registry.has_left_behind:
             self._registry.check_no_stale_gradients(parameter)
@@ -236,7 +234,7 @@ class Averaging:
 
     @property
     def has_new(self) -> bool:
-        """Return whether gradients have come or were replaced since the last reduction. Calls `watch_all`."""
+        """Return whether gradients came, were replaced or taken away since the last reduction. Calls `watch_all`."""
         self.watch_all()
         return self._any_taken or any(self._kind(parameter) for parameter in self._parameters.values())
 
@@ -275,7 +273,7 @@ class Averaging:
     @torch.no_grad()
     def watch_all(self) -> None:
         """Hook parameters that have joined since the last call, or are trained since: gradients that arrive are scaled
-        and noted. A gradient that is there already is scaled in place."""
+        and noted. A gradient that is there already is scaled in place. Without ``scale`` the caller does both."""
         for parameter in self._parameters.values():
             if parameter in self._watched or not parameter.requires_grad:
                 continue
@@ -314,7 +312,7 @@ def sum_in_rank_order(flat_N: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def part_of_sum(padded_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum over the ranks of a group, each element added in rank order. Collective."""
+    """Return this rank's share of the elements of a sum over a group's ranks, each added in rank order. Collective."""
     shards_N = torch.empty_like(padded_N)
     dist.all_to_all_single(shards_N, padded_N, group=group)
     first, *others = shards_N.view(group.size(), -1)

@@ -5,8 +5,6 @@ A host answers where the experts are (`MoELayer`); everything else - groups, sha
 frozen value. What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
@@ -152,8 +150,8 @@ def join(described: Described, *, keeps_trial: bool = False) -> Request:
 
 
 def connect(checked: Checked, undo: ExitStack) -> Connected:
-    """Make the other process groups, measure the links, and return what carries tokens, experts and replicas.
-    Collective; all ranks raise, or none. ``undo`` gets what closes the transport."""
+    """Make the other process groups and measure the links. Return the request with what carries tokens, experts and
+    replicas. Collective; all ranks raise, or none. ``undo`` gets what closes the transport."""
     config, groups, job, device = checked.config, checked.groups, checked.job, checked.device
     groups.make()
     release_dropped()
@@ -175,7 +173,7 @@ def connect(checked: Checked, undo: ExitStack) -> Connected:
 
 def shard(made: Connected) -> Shards:
     """Replace expert parameters, in modules and optimizers, by those of this rank (with replica slots), and give meta
-    tensors memory. Return registry and replica banks of the new tensors, and weak references to the replaced."""
+    tensors memory. Return a registry and replica banks of the new tensors, and weak references to the replaced."""
     for stage in made.stages:
         make_buffers(stage.model, made.device, stage.host.remake_buffers)
     config, job, placement, zeros = made.config, made.job, made.placement, made.copies.zeros

@@ -42,8 +42,8 @@ SEED = 20
 def describe_together(
     what: str, describe: Callable[[BalancerConfig], Described], config: object, ranks: Ranks | None = None
 ) -> Described:
-    """Return ``describe(config)`` (None: default settings), once every rank of the job has its own. If it fails on a
-    rank, that rank raises its error, others AttachError. ``what`` names the call; ``ranks``: those that were given."""
+    """Return ``describe(config)`` (None: the defaults), once every rank of the job has its own. If it fails on a rank,
+    that rank raises its error, others AttachError. ``what`` names the call; ``ranks``: as ``attach`` was given them."""
     described, problem = None, None
     usable = config if isinstance(config, BalancerConfig) else BalancerConfig()
     try:
@@ -112,8 +112,9 @@ class Checked(Request):
 
 
 def check(asked: Request) -> Checked:
-    """Return the request with the initial placement and tests of its layers, or raise AttachError on all ranks.
-    Collective: ranks exchange what they refuse and what must be equal; then rows run through each layer. No change."""
+    """Return the request with the initial placement and tests of its layers, or raise AttachError on all ranks; change
+    nothing. Collective: ranks exchange what each refuses by itself, and what must be equal on all. Then a few rows run
+    through each layer."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))
@@ -475,7 +476,7 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
 def width_of_rows(
     call: Callable[[Tensor], Tensor], sizes: Sequence[int], like: Tensor, number: int = _ROWS
 ) -> int | None:
-    """Return the first D of ``sizes``, then 8, for which ``call`` maps rows ``[number, D]`` to this shape, or None."""
+    """Return the first D in ``sizes`` and 8 for which ``call`` maps rows ``[number, D]`` to the same shape, or None."""
     for width in dict.fromkeys(size for size in [*sizes, 8] if size > 0):
         with suppress(Exception):
             rows = rows_like(like, number, width)
@@ -514,7 +515,7 @@ def _generator_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module], compute: object, device: torch.device) -> Iterator[None]:
-    """Set modules to evaluation mode in the block; then restore attributes, buffers and random generators."""
+    """Set modules to evaluation mode in the block; after it restore attributes, buffers and random generators."""
     inside = {id(part): part for module in modules for part in module.modules()}.values()
     attributes = [(part, dict(vars(part))) for part in (*inside, compute) if hasattr(part, "__dict__")]
     buffers = [(buffer, buffer.clone()) for part in inside for buffer in part.buffers(recurse=False)]

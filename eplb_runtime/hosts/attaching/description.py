@@ -1,7 +1,5 @@
 """How a host describes its model to the rest of this room: where the experts are and how to compute with them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -289,13 +287,13 @@ class Refusal:
 
 
 def sums_of_results(dispatcher: str, top_k: int) -> str:
-    """Return a warning: this dispatcher adds up a token's results in an order that depends on the placement."""
+    """Return a line of warning: this dispatcher adds up a token's results in an order that depends on the placement."""
     order = "in an order that depends on where they are"
     return f"{dispatcher} adds up the results of a token's {top_k} experts {order}: {BY_PLACE}"
 
 
 def sums_of_gradients(ranks: int) -> tuple[str, ...]:
-    """Return a warning: ``ranks`` ranks sum an expert's gradients in no fixed order; (): at most 2 ranks do."""
+    """Return a line of warning: ``ranks`` ranks sum an expert's gradients in no fixed order. (): at most 2 ranks do."""
     if ranks <= EXACT_IN_ONE_SUM:
         return ()
     order = "perhaps in an order that follows an expert's place"

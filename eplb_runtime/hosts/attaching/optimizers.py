@@ -4,8 +4,6 @@ Who steps the model's parameters must be known here, since gradients are reduced
 holds one of them is refused at its first step, wherever and whenever it was made.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +27,8 @@ from .state_hooks import mark_optimizer, order_optimizer
 def why_not_stepped(
     optimizer: torch.optim.Optimizer, experts: Collection[int] | None, *, each: bool, known: bool
 ) -> str:
-    """Return why an optimizer cannot step the experts of a model, or "": it can. `check_elementwise` has the
-    parameters, and may try the optimizer on small tensors. An optimizer that steps another attached model cannot."""
+    """Return why an optimizer cannot step the experts of a model, or "": it can. Parameters are those of
+    `check_elementwise`, which may try it on small tensors. An optimizer that steps another attached model cannot."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     if any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Optimizers) for hook in hooks):
         kind = type(optimizer).__name__  # it would take that model's experts for dense
@@ -184,8 +182,8 @@ class Optimizers(LoopHooks):
         return one.outside
 
     def follow(self) -> None:
-        """If ``add_param_group`` was called since the last time, wait for all ranks, and register those new parameters
-        that no model has as equal on all ranks."""
+        """If ``add_param_group`` was called since the last time, wait for all ranks, and register new parameters that
+        are in no attached model as equal on all ranks."""
         for one in self._known:
             if (held := _count(one.optimizer)) != one.held:
                 # On one rank alone the average of gradients would be over other tensors than on the others.

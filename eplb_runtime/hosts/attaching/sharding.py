@@ -5,8 +5,6 @@ will bring is NaN until it is loaded, so that a load that was forgotten shows. W
 buffers, such as rotary frequencies) is made by the model's own code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from .description import AnyOptimizer, AttachError, MoELayer
 
 
 def cut_rows(layer: MoELayer, name: str, rows: list[int], device: torch.device, keep: bool = False) -> nn.Parameter:
-    """Return a new parameter with these rows of a full one; of one on the meta device, blank rows on ``device``. The
+    """Return a new parameter with these rows of a full one; of one on the meta device, with NaN on ``device``. The
     layer stays as it is. ``keep``: return the full parameter itself, with all experts, if it has memory."""
     full = layer.parameter(name)
     if keep and not full.is_meta and name not in layer.by_expert:

@@ -4,8 +4,6 @@ A rank's state dict holds its own experts, in the slots where they are: loaded o
 they would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,7 +30,7 @@ OF_ONE_RANK = (
 
 
 def refusal(what: str, name: str, instead: str = OURS) -> str:
-    """Return the error that a ``what`` does not say that its rows of ``name`` are this rank's, and the advice."""
+    """Return an error line: a ``what`` does not say that its rows of ``name`` are this rank's experts; with advice."""
     return (
         f"the {what} does not say that its rows of {name} are the experts that stand here: plain state fits only the "
         f"rank and placement that it was taken at; keep its {MARK!r}, load state of all experts before attach, average "

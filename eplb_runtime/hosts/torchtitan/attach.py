@@ -51,8 +51,7 @@ def balance(config: Any, balancer_config: BalancerConfig | None = None) -> None:
 
     Raises:
         AttachError: the config has no model, is balanced already, or has an ``spmd_backend`` with which
-            torchtitan itself would fail. Other settings are refused when the Trainer is built, by the same error, on
-            every rank.
+            torchtitan itself would fail. Other settings are refused, on every rank, when the Trainer is built.
     """
     if config.model_spec is None:
         raise AttachError("the config has no model_spec: balance() comes after it is chosen")

@@ -52,7 +52,7 @@ class LowRank:
 
     @property
     def tensors(self) -> dict[str, tuple[str, Any]]:
-        """Return, by tensor name within the outermost wrapper, its kind (``lora_A``, ``lora_B``) and its module."""
+        """Return, by tensor name within the outermost wrapper, the kind (``lora_A``, ``lora_B``) and the module."""
         own, name = self.wrapper, self.adapter
         return {f"{self.path}{kind}.{name}.weight": (kind, getattr(own, kind)[name]) for kind in BY_EXPERT}
 
@@ -68,7 +68,7 @@ class AdaptedExperts:
 
     @property
     def by_expert(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Return by name of each LoRA tensor a function that views PEFT's tensor as ``[E, ...]``."""
+        """Return, by tensor name, a function that views PEFT's ``lora_A`` or ``lora_B`` as ``[E, ...]``."""
         experts: Any = self.experts.num_experts
         kinds = {name: kind for one in self.low_rank for name, (kind, _) in one.tensors.items()}
         return {name: partial(BY_EXPERT[kind], experts) for name, kind in kinds.items()}

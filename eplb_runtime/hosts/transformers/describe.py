@@ -137,7 +137,7 @@ class _Padding:
         self._masks.now = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def watch(self) -> End:
-        """Hook the model: the mask of a running forward is kept until its end. Return how to remove the hooks."""
+        """Hook the model: a running forward's attention mask is kept until its end. Return how to remove the hooks."""
 
         def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._see(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
@@ -148,7 +148,7 @@ class _Padding:
         return hooks.close
 
     def real_tokens(self, tokens: int) -> Tensor | None:
-        """Return bool ``[T]`` of the running forward, by the last columns of its mask; None: no mask of that size."""
+        """Return bool ``[T]``, the running forward's real tokens by its mask's last columns; None: no fitting mask."""
         mask: Tensor | None = getattr(self._masks, "now", None)
         if mask is None or tokens % mask.shape[0] or tokens // mask.shape[0] > mask.shape[1]:
             return None

@@ -14,7 +14,7 @@ _WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")
 
 
 def options_of(content: Any) -> dict[str, Any]:
-    """Return settings of a DistributedConfig in JSON, alone or in a model's, or of Accelerate's YAML; {}: none."""
+    """Return a DistributedConfig's settings from JSON (perhaps in a model's) or Accelerate's from YAML; {}: neither."""
     if not isinstance(content, Mapping):
         return {}
     found = content.get("distributed_config", content)

@@ -6,8 +6,6 @@ All ranks launch the exchanges of both in one order: a kernel that waits for its
 if one rank launched A before B and another B before A, both could wait for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -162,8 +160,7 @@ class MicroBatchChannels:
 
     def open(self, second: MicroBatchChannel, ahead: Callable[[], None] = lambda: None) -> None:
         """Set the channel ``second``, for backward passes and second batches. Call it on every rank of the group,
-        between forwards and backward passes. ``ahead`` is kept: `both` calls it before it begins, on its caller's
-        thread."""
+        between forwards and backward passes. ``ahead`` is kept; `both` calls it first, on its caller's thread."""
         self.second, self._ahead = second, ahead
 
     def current(self) -> MicroBatchChannel:

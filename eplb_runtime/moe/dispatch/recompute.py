@@ -97,8 +97,9 @@ class RecomputeCache:
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
         """Return the metadata of the forward that is being repeated; None, alike on every rank, if that is not known.
-        Raises RecomputeError if this rank's choices differ from that forward's; on a device a later `begin` raises it
-        (no host sync). Raises BackwardInsideError as `InFlight.check` does."""
+        Raises RecomputeError if this rank's choices differ from that forward's; on a device only the shape is compared
+        here, and a later `begin` raises for values (no host sync). Raises BackwardInsideError as `InFlight.check`
+        does."""
         self.channels.before_backward()
         only = self._only
         if only is None or self.channels.busy:

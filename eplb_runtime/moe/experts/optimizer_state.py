@@ -6,8 +6,6 @@ belong to the whole parameter and are equal on every rank. All else is refused. 
 others in its tensor (a norm, a factored second moment, a line search), training would depend on the placement.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import deque
@@ -39,8 +37,8 @@ class StateOwner(Protocol):
         """Return what is kept here for a parameter of the model, by key: live memory, not the parameter's own."""
 
     def copies_of(self, parameter: Tensor) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return other live memory that holds the same numbers, by key of that state, or `PARAMETER` for the parameter
-        itself; empty if there is none."""
+        """Return other live memory with the same numbers as that state, by its keys, and as the parameter itself, under
+        the key `PARAMETER`; empty if there is none."""
 
     def ranges_of(self, parameter: Tensor) -> Ranges:
         """Return (first, end) for each rank that holds a flat parameter, in order: the elements whose state it keeps;
@@ -83,8 +81,8 @@ def state_of_each(
 def copies_of_each(
     optimizer: Optimizer | StateOwner, parameters: Sequence[Tensor]
 ) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
-    """Return by key, for each expert that is a parameter of its own, a tuple of the tensors that hold the same numbers
-    (`StateOwner.copies_of`): none or more. Empty for an optimizer of torch."""
+    """Return by key (`StateOwner.copies_of`), for each expert that is a parameter of its own, a tuple of the other
+    tensors with the same numbers, which may be empty. An optimizer of torch has no keys."""
     of_each = [] if isinstance(optimizer, Optimizer) else [optimizer.copies_of(parameter) for parameter in parameters]
     return {key: tuple(copies.get(key, ()) for copies in of_each) for key in {key for one in of_each for key in one}}
 

@@ -6,8 +6,6 @@ reinforcement learning free that of weights between phases, and load it again. E
 few rows at a time: a layer's experts may fill a device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +79,7 @@ def version(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def columns(tensor: Tensor) -> slice:
-    """Return the part of dimension 1 that is on this rank; ``slice(None)`` for a tensor that is no DTensor."""
+    """Return this rank's part of dimension 1 of a DTensor that is sharded along it; of others ``slice(None)``."""
     if not isinstance(tensor, DTensor):
         return slice(None)
     rank, width = tensor.device_mesh.get_local_rank(), local(tensor).shape[1]

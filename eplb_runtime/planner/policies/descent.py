@@ -102,7 +102,7 @@ def moved(layer: Layer) -> tuple[int, int]:
 
 @jit
 def take(layer: Layer, kind: int, slot: int, other: int) -> None:
-    """Change the layer in place by one step: exchange two homes, or put the expert ``other`` into a replica slot."""
+    """Change the layer in place by one step: exchange two homes (``SWAP``), or put ``other`` into a replica slot."""
     if kind == SWAP:
         swap_homes(layer, slot, other)
     else:

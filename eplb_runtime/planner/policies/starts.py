@@ -40,8 +40,8 @@ def starts(layer: Layer, load_E: FloatArray) -> Iterator[IntArray]:
 
 
 def ring_distances(ranks: int, replicas: int) -> IntArray:
-    """Return int64 ``[K]`` distances: replica slot k of rank r takes an expert of rank r - distance k. As in LPLB's
-    graphs, few hops connect all ranks."""
+    """Return int64 ``[K]``: replica slot k of rank r takes an expert of rank r - distance[k], modulo ranks. As in
+    LPLB's graphs, few hops connect all ranks."""
     distances = list(dict.fromkeys(one % ranks for one in (1, ranks // 4 + 1, 5, 7, *range(2, ranks)) if one % ranks))
     return np.resize(np.array(distances or [0], dtype=np.int64), replicas)
 

@@ -55,7 +55,7 @@ def read_loads(files: Sequence[str | Path]) -> dict[str, FloatArray]:
 
 
 def shapes_for(load: FloatArray) -> list[PlanShape]:
-    """Return clusters of at most 64 ranks and about four experts a rank, with no replica slot and with one a rank."""
+    """Return clusters of up to 64 ranks of at least four experts: without replicas, and with a replica slot a rank."""
     experts, ranks = load.shape[2], 1
     while ranks * 2 <= min(64, experts // 4) and experts % (ranks * 2) == 0:
         ranks *= 2
