@@ -137,9 +137,6 @@ def run(
 ) -> list[dict[str, Any]]:
     """All families, each over several series.
 
-    Args:
-        seeds: of the series.
-
     Returns:
         rows: ``load``, ``experts``, ``ranks``, ``replicas``; imbalance of the next windows, mean over series, layers
         and windows: ``no_planner``; ``rule``, the best of DeepSeek's rule on the newest window, on the mean and on an
