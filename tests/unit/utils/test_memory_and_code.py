@@ -96,7 +96,7 @@ def package(tmp_path: Path) -> Path:
 
 def thrice(package: Path, first: str = "") -> str:
     # Python would take its own bytecode for a file of the same size that was written in the same second.
-    command = [sys.executable, "-Bc", f"{first}from small.caller import thrice as it; print(it(1), it._cache.cache_path)"]
+    command = [sys.executable, "-Bc", f"{first}from small.caller import thrice as f; print(f(1), f._cache.cache_path)"]
     return subprocess.run(command, cwd=package.parent, check=True, capture_output=True, text=True).stdout.strip()
 
 
