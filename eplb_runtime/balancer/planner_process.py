@@ -4,6 +4,7 @@ The child imports no torch. It compiles the planner, or reads compiled code from
 over a pair of sockets: a line of JSON, and arrays in NumPy's format.
 """
 
+import faulthandler
 import io
 import json
 import logging
@@ -52,8 +53,7 @@ class PlannerProcess:
     _is_ready = False
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._owner = os.getpid()
+        self._seconds, self._owner = seconds, os.getpid()
         self._asking = RLock()
         self._closed = False
         self._begin()
@@ -74,6 +74,7 @@ class PlannerProcess:
             except (OSError, EOFError):
                 answer = {}
             deadline.cancel()
+            deadline.join()
             if not answer:
                 why, late = self._end(), time.monotonic() - began >= self._seconds
                 self._begin()
@@ -117,12 +118,11 @@ class PlannerProcess:
         self._socket, other = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"NUMBA_OPT": "1", **os.environ}  # compiles in a seventh less time
-        environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with other, suppress(OSError):
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "eplb_runtime.balancer.planner_process"],
-                env=environment,
+                [sys.executable, "-P", "-m", "eplb_runtime.balancer.planner_process", str(self._seconds)],
+                env={"NUMBA_OPT": "1", **os.environ, **settings},  # compiles in a seventh less time
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -203,11 +203,13 @@ def main() -> None:
     while os.getppid() == parent:
         if connection.poll(SECONDS):
             question = decode(connection.recv_bytes())
+            faulthandler.dump_traceback_later(float(sys.argv[1]) + SECONDS, exit=True)  # its parent may be dead by then
             try:
                 made = plan(question.pop("load"), question.pop("topology"), **question)
                 answer = {field.name: getattr(made, field.name) for field in fields(made)}
             except Exception as error:
                 answer = {"failure": f"{type(error).__name__}: {error}"}
+            faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(encode(answer))
 
 
