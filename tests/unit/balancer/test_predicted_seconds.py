@@ -45,7 +45,7 @@ LOAD = np.array([[[90, 80, 70, 60, 4, 3, 2, 1]]], dtype=np.int64)
 def maker_of(topology: Topology = TWO, **config: Any) -> PlanMaker:
     """A decision maker that plans, without a job."""
     job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,), ranks=(0,), is_planner=False)
-    counter, chosen = SimpleNamespace(steps_per_bucket=1), BalancerConfig(gate="always", **config)
+    counter, chosen = SimpleNamespace(steps_per_bucket=1), BalancerConfig(**{"gate": "always", **config})
     runtime: Any = SimpleNamespace(config=chosen, topology=topology, counter=counter, job=job)
     return PlanMaker(runtime)
 
@@ -111,6 +111,25 @@ def test_a_plan_that_never_came_is_not_judged_and_the_next_one_is() -> None:
     assert judged(maker, LOAD)["judged_plans"] == 1
 
 
+def test_the_planner_is_told_the_settings_and_what_was_learned() -> None:
+    told: dict[str, Any] = {}
+    maker = maker_of(gate="payoff", rank_speed=(1.0, 0.5), interval=1, window=3, migration=MigrationConfig(max_moves=2))
+    maker._sources = sources = np.ones((1, 1, 8))
+    for came in (LOAD, np.full_like(LOAD, 40)):
+        maker.planner = lambda load, _, **terms: told.update(terms, windows=len(load)) or plan(load, TWO, **terms)
+        maker.history.extend(np.tile(LOAD, (5, 1, 1)))
+        maker.plan(measured(1e3), came)
+    wanted = {"gate": "payoff", "rank_speed": (1.0, 0.5), "windows": 3, "max_moves": 2, "sources": sources}
+    assert {name: told[name] for name in wanted} == wanted and 0 < told["trust"] < 1
+
+
+def test_a_plan_for_a_declared_load_is_not_judged_by_what_comes_later() -> None:
+    maker = maker_of()
+    maker.planner = plan
+    assert json.loads(maker.plan(measured(declared=LOAD.astype(float)), LOAD))["planned"]["decision"] == "rebalance"
+    assert judged(maker, LOAD)["judged_plans"] == 0
+
+
 # -- Nothing else is in flight, nor on the control group, when experts are moved or ranks compare
 
 
@@ -135,7 +154,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: A
     goes_on, said = Event(), []
 
     def decide() -> None:
-        goes_on.wait(20.0)
+        goes_on.wait(60.0)
         said.append("decided")
 
     decision: Future[Any] = bare.control.worker.submit(decide)
@@ -151,7 +170,7 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
     goes_on, said = Event(), []
 
     def notice(agreement: Any) -> None:
-        goes_on.wait(20.0)
+        goes_on.wait(60.0)
         said.append("the notice")
 
     def check_equal(*_: Any) -> Verdict:
@@ -168,7 +187,7 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
 def test_a_notice_that_is_never_sent_means_that_ranks_are_lost(bare: Any) -> None:
     bare.control._seconds = -0.99
     goes_on, lost = Event(), []
-    bare.control.broadcast_notice(lambda agreement: goes_on.wait(20.0))
+    bare.control.broadcast_notice(lambda agreement: goes_on.wait(60.0))
     bare._pause = lost.append
     verdict = bare.compare(bytes(16), "it", "it")
     goes_on.set()
@@ -266,6 +285,16 @@ def test_what_is_not_finite_stays(monkeypatch: pytest.MonkeyPatch, value: float)
     gradient[640] = value
     found = squares(monkeypatch, gradient.expand(len(CUTS), LENGTH), CUTS)
     torch.testing.assert_close(found, torch.full_like(found, value), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, torch.inf])
+def test_experts_make_one_norm_of_any_type(monkeypatch: pytest.MonkeyPatch, norm_type: float) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    gradient, rows = torch.arange(-5.0, 7.0).view(4, 3), torch.tensor([[2, 0, 1, 3]])
+    alone: Any = SimpleNamespace(rows=None)
+    (power,) = norm.powers_of_experts([(0, gradient)], rows, 4, alone, None, norm_type)
+    wanted = gradient.abs().max() if norm_type == torch.inf else gradient.abs().pow(norm_type).sum()
+    assert float(power) == pytest.approx(float(wanted))
 
 
 def test_a_gradient_of_another_length_is_refused() -> None:

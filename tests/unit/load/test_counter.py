@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.load import declared
 from eplb_runtime.load.clock import ASSUMED_SHARE, ExpertClock, ExpertShare, SampledStep, StepClock, median_time
-from eplb_runtime.load.counter import MAX_BUCKETS, LoadCounter, in_recompute
+from eplb_runtime.load.counter import MAX_BUCKETS, LoadCounter, in_recompute, resume_load, saved_load
 from eplb_runtime.load.declared import DeclaredLoadError, checked_declaration
 from eplb_runtime.load.series import NAME, RecordedJob, read_series
 from eplb_runtime.observe import recording as recorder_module
@@ -84,6 +85,19 @@ def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:
         assert (counter.buckets, counter.open_steps) == (1, steps)
         assert counter.take().tolist() == [[[steps, 0]]]
     assert counter.buckets == 0 and counter.take().shape == (0, 1, 2)
+
+
+def test_a_saved_load_is_resumed_once_over_all_ranks() -> None:
+    counter, rows = LoadCounter(1, 2, interval=3, device=CPU), [np.array([[5, 6]]), np.array([[7, 8]])]
+    counter.count(0, torch.tensor([[0, 1], [1, 1]]))
+    counter.advance()
+    state = saved_load(rows, counter, lambda buckets: 2 * buckets.numpy())  # of two ranks
+    for share, taken in ((1, [[[2, 6]]]), (0, [[[0, 0]]])):
+        history: Any = deque([np.zeros((1, 2), dtype=np.int64)], maxlen=4)
+        resumed = LoadCounter(1, 2, interval=3, device=CPU)
+        resume_load(state, history, resumed, share)
+        assert (resumed.open_steps, np.stack(history).tolist()) == (1, np.stack(rows).tolist())
+        assert resumed.take().tolist() == taken
 
 
 # -- What is taken for a load that somebody declares, or plans for
