@@ -6,8 +6,6 @@ to work out from an event (the load of each rank, what no balancer would have ha
 only grows, and a crash costs its last line; each start of the job begins with its record and where its experts are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

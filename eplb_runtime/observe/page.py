@@ -5,8 +5,6 @@ makes are refused (another Origin, or a Host that is no name of this server: DNS
 is required for every path. Each connection serves one request on its own thread; a silent client is let go.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
