@@ -291,8 +291,7 @@ def test_what_is_not_finite_stays(monkeypatch: pytest.MonkeyPatch, value: float)
 def test_experts_make_one_norm_of_any_type(monkeypatch: pytest.MonkeyPatch, norm_type: float) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     gradient, rows = torch.arange(-5.0, 7.0).view(4, 3), torch.tensor([[2, 0, 1, 3]])
-    alone: Any = SimpleNamespace(rows=None)
-    (power,) = norm.powers_of_experts([(0, gradient)], rows, 4, alone, None, norm_type)
+    (power,) = norm.powers_of_experts([(0, gradient)], rows, 4, SimpleNamespace(rows=None), None, norm_type)
     wanted = gradient.abs().max() if norm_type == torch.inf else gradient.abs().pow(norm_type).sum()
     assert float(power) == pytest.approx(float(wanted))
 
