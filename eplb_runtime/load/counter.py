@@ -154,9 +154,9 @@ def resume_load(state: Mapping[str, Any], history: deque[NDArray[np.int64]], cou
     if state.get("steps_per_bucket") != counter.steps_per_bucket:
         logger.info("the saved load was measured at another interval; forecasts start from scratch")
         return
-    sizes = (*counter.counts.shape, history.maxlen or LONGEST)
-    rows = decode(state["history"], *sizes) if "history" in state else ()
+    shape = counter.counts.shape
+    rows = decode(state["history"], *shape, history.maxlen or LONGEST) if "history" in state else ()
     if "open" in state:
-        counter.resume(torch.from_numpy(decode(state["open"], *sizes)) * share, int(state["open_steps"]))
+        counter.resume(torch.from_numpy(decode(state["open"], *shape, LONGEST)) * share, int(state["open_steps"]))
     history.clear()
     history.extend(rows)

@@ -113,13 +113,13 @@ def test_a_plan_that_never_came_is_not_judged_and_the_next_one_is() -> None:
 
 def test_the_planner_is_told_the_settings_and_what_was_learned() -> None:
     told: dict[str, Any] = {}
-    maker = maker_of(gate="payoff", rank_speed=(1.0, 0.5), interval=1, window=3, migration=MigrationConfig(max_moves=2))
-    maker._sources = sources = np.ones((1, 1, 8))
+    maker = maker_of(gate="payoff", rank_speed=(1.0, 0.5), interval=2, window=6, migration=MigrationConfig(max_moves=2))
+    maker._sources = sources = np.ones((2, 1, 8))
     for came in (LOAD, np.full_like(LOAD, 40)):
         maker.planner = lambda load, _, **terms: told.update(terms, windows=len(load)) or plan(load, TWO, **terms)
         maker.history.extend(np.tile(LOAD, (5, 1, 1)))
         maker.plan(measured(1e3), came)
-    wanted = {"gate": "payoff", "rank_speed": (1.0, 0.5), "windows": 3, "max_moves": 2, "sources": sources}
+    wanted = {"gate": "payoff", "rank_speed": (1.0, 0.5), "windows": 6, "max_moves": 2, "sources": sources}
     assert {name: told[name] for name in wanted} == wanted and 0 < told["trust"] < 1
 
 

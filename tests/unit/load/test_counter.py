@@ -49,6 +49,10 @@ def test_every_step_is_a_row_and_taking_starts_anew() -> None:
     counter.count(0, torch.tensor([[1]]))
     counter.advance()
     assert counter.take().tolist() == [[[0, 1]]]
+    for step in range(4):  # a full history that nobody takes is dropped
+        counter.count(0, torch.tensor([[0]] * (step + 1)))
+        counter.advance()
+    assert counter.take().tolist() == [[[4, 0]]]
 
 
 def test_long_intervals_add_up_several_steps_a_row() -> None:
@@ -87,17 +91,18 @@ def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:
     assert counter.buckets == 0 and counter.take().shape == (0, 1, 2)
 
 
-def test_a_saved_load_is_resumed_once_over_all_ranks() -> None:
+@pytest.mark.parametrize(("share", "longest"), [(1, 4), (0, 1)])
+def test_a_saved_load_is_resumed_once_over_all_ranks(share: int, longest: int) -> None:
+    """The newest of the history, and all that was counted since, which may be more."""
     counter, rows = LoadCounter(1, 2, interval=3, device=CPU), [np.array([[5, 6]]), np.array([[7, 8]])]
-    counter.count(0, torch.tensor([[0, 1], [1, 1]]))
-    counter.advance()
+    for ids in ([[0, 1], [1, 1]], [[0, 0]]):
+        counter.count(0, torch.tensor(ids))
+        counter.advance()
     state = saved_load(rows, counter, lambda buckets: 2 * buckets.numpy())  # of two ranks
-    for share, taken in ((1, [[[2, 6]]]), (0, [[[0, 0]]])):
-        history: Any = deque([np.zeros((1, 2), dtype=np.int64)], maxlen=4)
-        resumed = LoadCounter(1, 2, interval=3, device=CPU)
-        resume_load(state, history, resumed, share)
-        assert (resumed.open_steps, np.stack(history).tolist()) == (1, np.stack(rows).tolist())
-        assert resumed.take().tolist() == taken
+    history: Any = deque([np.zeros((1, 2), dtype=np.int64)], maxlen=longest)
+    resume_load(state, history, resumed := LoadCounter(1, 2, interval=3, device=CPU), share)
+    assert (resumed.open_steps, np.stack(history).tolist()) == (2, np.stack(rows[-longest:]).tolist())
+    assert resumed.take().tolist() == [[[2 * share, 6 * share]], [[4 * share, 0]]]
 
 
 # -- What is taken for a load that somebody declares, or plans for
