@@ -4,7 +4,7 @@ process computes is right, to the rounding of float64."""
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -359,6 +359,7 @@ WORDS = {
     "O": "take_state_anew",
     "B": "backward",
     "A": "again",
+    "D": "interrupted",
     "H": "held_back",
     "N": "look",
     "C": "clipped",
@@ -406,6 +407,16 @@ class Spread(Whole):
         self.begin()
         self.balancer = training.attach(self.model, self.optimizer, **where, **settings)
         plan_by(self.balancer, plan_shuffle)
+
+    def interrupted(self) -> None:
+        """The last layer's gradients of replicas are on their way, and the backward pass goes no further."""
+
+        def interrupt(module: nn.Module, gradients: Any) -> None:
+            raise KeyError("interrupted")
+
+        with self.model.model.layers[0].register_full_backward_pre_hook(interrupt), suppress(KeyError):
+            self.backward()
+        self.zero()
 
     def no_sync(self):
         return self.balancer.no_sync()

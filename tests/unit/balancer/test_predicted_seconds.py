@@ -8,6 +8,7 @@ from dataclasses import replace
 from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ from eplb_runtime.events import (
     RebalanceCommitted,
     RebalancePlanned,
 )
+from eplb_runtime.migration.engine import MigrationProgress
+from eplb_runtime.migration.schedule import Round
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.cost import CostModel
@@ -192,6 +195,23 @@ def test_a_notice_that_is_never_sent_means_that_ranks_are_lost(bare: Any) -> Non
     verdict = bare.compare(bytes(16), "it", "it")
     goes_on.set()
     assert not verdict.commit and verdict.connections_broken and len(lost) == 1
+
+
+def test_a_pause_is_no_part_of_a_step_what_is_fixed_of_it_is_learned_and_counts_keep_their_placement(bare: Any) -> None:
+    bare._initial, bare._moved_L, bare._pause_seconds, bare._earlier = INITIAL, np.zeros(1, dtype=bool), 0.0, []
+    bare._counter, bare.clock, slots = SimpleNamespace(buckets=3), Mock(), np.array([[2, 1, 0, 3]])
+    rounds, seconds = (Round(0, np.zeros((0, 4)), (), ()),), {"prepare": 0.5, "transfer": 4.0, "vote": 0.25}
+    moved = Placement(slots, 4, 2, slots)
+    bare._take_over(MigrationProgress(moved, rounds=rounds, pause_seconds=5.0, seconds=seconds))
+    assert bare.clock.mock_calls == [call.exclude(5.0), call.stalled(0.75)]
+    assert bare._earlier == [(3, INITIAL)] and bare.placement() is moved and bare._moved_L.all()
+
+
+@pytest.mark.parametrize("share, sampled", [(None, [6, 7, 8, 16, 17, 18]), (0.5, [])])
+def test_expert_work_is_timed_before_a_decision_unless_its_share_is_given(bare: Any, share: Any, sampled: Any) -> None:
+    bare._config = BalancerConfig(interval=10, migration=MigrationConfig(moe_share=share))
+    bare._expert_clock, bare._next_sampled = SimpleNamespace(steps=()), 0
+    assert [step for step in range(20) if bare._is_sampled(step)] == sampled
 
 
 # -- Events and a balancer in words: tables of 80 columns, and lines in the log for decisions and rebalances
