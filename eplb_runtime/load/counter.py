@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .series import LONGEST, decode, encode
+from .series import decode, encode
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -155,8 +155,8 @@ def resume_load(state: Mapping[str, Any], history: deque[NDArray[np.int64]], cou
         logger.info("the saved load was measured at another interval; forecasts start from scratch")
         return
     shape = counter.counts.shape
-    rows = decode(state["history"], *shape, history.maxlen or LONGEST) if "history" in state else ()
+    rows = decode(state["history"], *shape) if "history" in state else ()
     if "open" in state:
-        counter.resume(torch.from_numpy(decode(state["open"], *shape, LONGEST)) * share, int(state["open_steps"]))
+        counter.resume(torch.from_numpy(decode(state["open"], *shape)) * share, int(state["open_steps"]))
     history.clear()
     history.extend(rows)
