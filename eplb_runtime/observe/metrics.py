@@ -38,12 +38,8 @@ class Metric(NamedTuple):
 
 
 def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 0) -> list[Metric]:
-    """Return all metrics of a run. Their names are the same from the first scrape on. Takes the state's lock.
-
-    Args:
-        now: seconds since 1970.
-        left_out: events that were dropped because listeners were too slow.
-    """
+    """Return all metrics of a run. Their names are the same from the first scrape on. Takes the state's lock. ``now``:
+    seconds since 1970. ``left_out``: events that were dropped because listeners were too slow."""
     with state.lock:
         return [
             *_of_load(state),

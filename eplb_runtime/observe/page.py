@@ -41,11 +41,8 @@ _TOTALS = ("rebalances", "placed_replicas", "pause_seconds", "rollouts", "rollou
 
 
 def page(told: Mapping[str, Any] | None = None) -> str:
-    """Return the page as HTML with its style and scripts inside; its policy (CSP) lets nothing else run.
-
-    Args:
-        told: what a report shows; None: the page asks its server.
-    """
+    """Return the page as HTML with its style and scripts inside; its policy (CSP) lets nothing else run. ``told``: data
+    that a report shows; None: the page asks its server."""
     style, *scripts = ((files(__package__) / "page" / name).read_text() for name in ("page.css", *SCRIPTS))
     hashes = " ".join(_hash(script) for script in scripts)
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {hashes}; connect-src 'self'; img-src data:"
