@@ -238,8 +238,7 @@ def expert_work_text(share: float, source: str) -> str:
 
 
 def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
-    """Return words for how much of what plans predict comes true, and for what to do about it. None: no plan was
-    judged."""
+    """Return words for how much of what plans predict comes true, and what to do about it; None: none was judged."""
     if predictions is None:
         return None
     predicted, true = predictions["predicted_seconds"], predictions["true_seconds"]

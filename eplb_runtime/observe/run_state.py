@@ -85,8 +85,7 @@ class RunState:
 
     def apply(self, record: Record) -> None:
         """Fold a record into the state under ``lock``; set ``step`` and ``time`` and add 1 to ``version``. An event of
-        a later version changes nothing. RecordError: it is none of ours, or comes ahead of its job's; it may have been
-        folded in part."""
+        a later version changes nothing. RecordError: not ours, or ahead of its job's; perhaps folded in part."""
         with self.lock:
             try:
                 if self._fold(record):
@@ -283,8 +282,7 @@ class JobRecord:
 
 
 def state_of_run(run: Path) -> RunState:
-    """Return the state of a run by its events on disk. FileError: no log, or it tells of no job. OSError:
-    unreadable."""
+    """Return the state of a run by its events on disk. FileError: no log, or of no job."""
     state = state_of(read_events(run))
     if not state.job:
         raise FileError(f"{run}: its log does not say what job it is of; is it whole?")
