@@ -25,7 +25,7 @@ from .events_file import LineFile
 logger = logging.getLogger("eplb_runtime")
 
 MOST_WAITING, CLOSING_SECONDS = 64, 30.0
-"""Measurements that wait for the disk or for other ranks, with more of which recording ends; longest wait at its end."""
+"""Measurements that wait for the disk or for other ranks, with more of which it ends; longest wait at its end."""
 SeeChoices = Callable[[Tensor, int, int], None]
 """Called with a forward's choices in a layer, int64 ``[T, K]`` or bool ``[T, E]``, columns of a token, and K."""
 
