@@ -248,7 +248,7 @@ def from_json(line: Any) -> Record:
 
 def _array(name: str, saved: Any) -> NDArray[np.int64]:
     try:
-        count, rows, columns = (int(length) for length in saved["shape"])
-        return decode(saved, rows, columns, count)
+        _, rows, columns = (int(length) for length in saved["shape"])
+        return decode(saved, rows, columns)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{name} cannot be read: {error}") from None
