@@ -162,11 +162,11 @@ class Balancer:
 
     def register(self, parameter: str, name: str, tensor: Tensor) -> None:
         """Register a tensor that moves with the experts of a parameter (an EMA copy, a mask, other state of each
-        expert): migrations write it in place, bit for bit, and checkpoints save it. It is not copied to replicas or
-        trained. A parameter or buffer of the model is marked as one that DistributedDataParallel ignores, so wrap in it
-        after this. ``parameter``: a key of ``layer_of_parameter``. ``name``: new for it. ``tensor``: ``[E/R, ...]``,
-        rows in the parameter's current order, on its device. The same names on every rank, in the same order.
-        Raises RegistryError: no such parameter, a name taken, other rows or device, gradients, or read-only."""
+        expert): migrations write it in place, bit for bit, and checkpoints save it; replicas do not get it. If the
+        model has it, DistributedDataParallel is told to ignore it: wrap after this. Not collective; the same names on
+        every rank, in one order. ``parameter``: a key of ``layer_of_parameter``. ``tensor``: ``[E/R, ...]``, rows in
+        the parameter's current order; where ``fully_shard`` slices experts, a DTensor placed as it. RegistryError: no
+        such parameter, ``name`` taken, other rows or device, requires_grad, expanded, freed, of inference_mode."""
         self.tensors.register(parameter, name, tensor)
 
     def register_all(self, name: str, tensors: Any, *, moves: bool = True) -> None:
@@ -316,11 +316,11 @@ class Balancer:
 
     def suspend(self) -> int:
         """Begin a rollout: free what the balancer keeps outside the model (staging memory, replicas), and decide and
-        move nothing until `resume`. Returns the bytes freed on this rank, 0 if it is suspended already. Emits
-        `Suspended`. A migration in flight is completed first, and an open stream of weights ended. Until `resume`,
-        calls are refused as `loop_state.CALLS` lists them. With replica slots parameters are put into memory of their
-        own, so call this before weights are freed; without, it may come after. Collective, between steps.
-        Raises RuntimeError: a rank did not come, or has no weights where there are replica slots; or as `rebalance`."""
+        move nothing until `resume`; `loop_state.CALLS` lists what is refused till then. Returns the bytes freed here,
+        and emits `Suspended`; suspended already: ranks meet, it returns 0. A migration in flight is completed first
+        (dropped inside ``quiesce`` or while ranks connect again), an open stream of weights ended. With replica slots
+        parameters get their own memory: call it before weights are freed; else it may come after. Collective, between
+        steps. RuntimeError: a rank did not come, or lacks weights with replica slots, or `CALLS` says so."""
         self._enter("suspend()")
         return self._phases.suspend()
 

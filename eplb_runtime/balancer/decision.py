@@ -1,7 +1,5 @@
 """Makes one decision on the control channel of every rank: sum the load, plan on rank 0, broadcast the plan, agree."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -5,8 +5,6 @@ A rank says of itself: the optimizers list each expert once and write what they 
 the end. Later samples go along with each decision. All ranks come to the same finding before any of them raises.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

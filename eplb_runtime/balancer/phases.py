@@ -4,8 +4,6 @@ Loops of reinforcement learning free weights, gradients and optimizer state betw
 keeps in addition is freed here as well; replicas take theirs again, and a migration what it needs.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -4,8 +4,6 @@ The child imports no torch. It compiles the planner, or reads compiled code from
 over a pair of sockets: a line of JSON, and arrays in NumPy's format.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

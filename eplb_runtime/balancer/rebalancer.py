@@ -6,8 +6,6 @@ decision that `Rebalancer.plan_ahead` may have begun. A failure drops the rebala
 training goes on with the old placement.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -4,8 +4,6 @@ Frameworks replace parameters (sharding), put modules around others (adapters) a
 is right before attach. After it, experts would be computed, averaged or moved without it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +162,7 @@ class ModelTensors:
             self.memory.add(name)  # of no tensor: none is missed
 
     def train_outside(self, parameters: Mapping[str, Tensor]) -> None:
-        """Add parameters, which are the same on every rank, to `dense` and `memory`, by a name for messages."""
+        """Add parameters, the same on every rank, by names for messages to `dense` and `memory`; `check` knows them."""
         self.dense.update(parameters)
         for name, parameter in parameters.items():
             self.memory.add(name, parameter)
@@ -174,7 +172,7 @@ class ModelTensors:
         """Check a tensor, and register it to move with the experts of a parameter, as `Balancer.register` says."""
         layers, device = self._runtime.layer_of_parameter, self._runtime.device
         if parameter not in layers:
-            raise RegistryError(f"{parameter!r} is no expert parameter: take a key of balancer.layer_of_parameter")
+            raise RegistryError(f"{str(parameter)[:80]!r} is no key of balancer.layer_of_parameter")
         if tensor.device != device or tensor.requires_grad:
             raise RegistryError(
                 f"{name} of {parameter}: give a tensor on {device} without gradients (detach it); this one is on "
@@ -189,7 +187,7 @@ class ModelTensors:
         self.registered[f"{parameter}/{name}"] = (layers[parameter], tensor)
 
     def register_all(self, name: str, tensors: Any, moves: bool) -> None:
-        """Register the tensors of all expert parameters under one name, as `Balancer.register_all` says."""
+        """Do what `Balancer.register_all` says. ``moves`` False: register none; `known` yields ``tensors`` anyway."""
         of_parameter = self._runtime.layer_of_parameter
         if moves:
             parameters = {

@@ -6,8 +6,6 @@ whole tensors ``[E, ...]``, in the layout that ``get_state_dict`` of DCP gives: 
 and what plain DCP saved is read here. The entry ``eplb_runtime`` beside them holds the placement, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ A folder has tensor files of each rank for three parts (model, optimizer, extra 
 names are new in each save, so a save that ends early leaves the old checkpoint whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

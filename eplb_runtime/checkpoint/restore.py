@@ -1,8 +1,6 @@
 """Put a checkpoint into a model: the same checks and the same order for files of ours, of DCP, of a framework, and for
 state in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -119,10 +117,10 @@ def _folders(view: LogicalView, by_library: str) -> ModuleType:
 
 
 def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
-    """Check that a checkpoint fits the model, and return a function that writes it: weights, extra tensors, optimizer
-    state and options. Nothing is written here; where reading is collective, that function is. What is left out is
-    logged. ``parts``: ``"model"`` or ``"extra"``; none: both. CheckpointError: an entry is missing, has no place in the
-    model or another shape, or options do not fit."""
+    """Check that a checkpoint fits; return a function that writes its ``parts`` (``"model"``, ``"extra"``; none: both)
+    and, if the view has optimizers, their options and state (none saved: removed), but refreshes no replicas. That is
+    collective where reading is. CheckpointError: an entry is missing, has no place or another shape, or options do not
+    fit. Left out: other stages' entries and, with a warning, extras not registered and state no optimizer here has."""
     parts = parts or ("model", "extra")
     known = {entry.key: entry for entry in view.entries(*parts)}
     if missing := next((key for key in known if key not in saved.tensors), ""):

@@ -233,9 +233,9 @@ class LogicalView:
                     live[option] = value
 
     def refuse_freed(self, what: str, *, patient: bool = False, merged_too: bool = True) -> None:
-        """Raise CheckpointError, on all ranks, if memory of the state is freed on one, as jobs do between phases, or
-        adapters are merged into a base. Collective when attached (a barrier). ``what``: the call, by name. ``patient``:
-        wait as long as the host's process groups do: before a load ranks may come at very different times.
+        """Raise CheckpointError, when attached on all ranks, if memory of the state is freed on one, as jobs do between
+        phases, or adapters are merged into a base. Collective when attached (a barrier; RuntimeError: a rank did not
+        come). ``what``: the call, by name. ``patient``: wait as long as the host's process groups do, as before a load.
         ``merged_too``: False: merged adapters are allowed, as for state of adapters alone, which does not change."""
         of_experts = self.balancer.tensors.memory.why_freed() if self.balancer is not None else ""
         freed = (one.key for one in self.entries() if not has_memory(one.tensor))

@@ -245,8 +245,8 @@ class Ballot:
                 self.refusal = self.refusal or problem
 
     def settle(self, verdict: Verdict) -> None:
-        """Set ``verdict``, and ``bound`` if it is a commit, and wake `wait`; nothing if a verdict is set already.
-        RuntimeError: it is a commit, and this rank has not said yes."""
+        """Set ``verdict``, set ``bound`` to whether it is a commit, and wake `wait`; nothing if a verdict is set
+        already. RuntimeError: it is a commit, and this rank is not ``bound``."""
         with self._changed:
             if self.verdict is None:
                 if verdict.commit and not self.bound:
@@ -375,9 +375,9 @@ class Agreement:
         return self._follow(ballot, verdict)
 
     def refuse(self, ballot: Ballot, verdict: Verdict, *, votes: bool = True) -> Verdict:
-        """Say no, write ``verdict`` into the store unless an outcome is there, and return the recorded one: after a yes
-        of this rank it may be a commit. ``votes`` False: take no part in the vote, and close the control group's
-        connections, so that ranks that wait for this one's vote fail at once."""
+        """Say no, write ``verdict`` into the store unless an outcome is there, settle the ballot with the recorded one,
+        and return it: after a yes of this rank it may be a commit (or InDoubt), after a no this rank's own if the store
+        is silent. Sends no vote. ``votes`` False: none will follow; close the control group's connections."""
         ballot.say(verdict.cause or "no")
         try:
             return self._follow(ballot, verdict)

@@ -103,7 +103,7 @@ class JobStore:
         """Ask on the thread, over a connection that was given back or a new one; a failure leaves none."""
         spare = _SPARE.setdefault(self._source, [])
         while self._connection is None and spare:
-            with contextlib.suppress(RuntimeError):  # it was cut meanwhile
+            with contextlib.suppress(RuntimeError, IndexError):  # it was cut or taken meanwhile
                 (known := spare.pop()).check([self._prefix])
                 self._connection = known
         if self._connection is None:

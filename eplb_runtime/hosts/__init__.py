@@ -3,8 +3,6 @@
 ``attach`` asks the hosts in turn and hands a description to `hosts.attaching`. Nothing else knows a framework.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

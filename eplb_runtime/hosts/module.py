@@ -5,8 +5,6 @@ A layer keeps its experts in tensors ``[E, ...]`` and computes them by a functio
 then computes every expert, with that expert's weights in the place of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import threading

@@ -1,7 +1,5 @@
 """``record``: the load of a model as it is, with the experts where they are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

@@ -6,6 +6,7 @@ belongs to the Trainer (batches, losses, schedules, random numbers) stays its ow
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class BalancedTrainerMixin(_TrainerBase):
         self._resumes_from: Path | None = None
         super().__init__(*arguments, **options)
         if self._is_spread:  # the Trainer, which cannot save the optimizer of such a model, insists on True
+            self.args: Any = copy.copy(self.args)
             self.args.save_only_model = False
         _refuse(self)
 

@@ -7,8 +7,6 @@ step. In ``commit`` live rows belong to the engine, at the same place of a step 
 deadline. After an agreement nothing may fail; if something does, the engine is broken here, and every call says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
@@ -186,11 +184,11 @@ class MigrationEngine:
         """Return the seconds of a migration that moves nothing, after another one to warm up: ranks compare records and
         placements, and vote. Collective."""
         seconds = 0.0
-        for _ in range(2):  # the first one warms up
+        for number in range(2):  # the first one warms up
             began = time.perf_counter()
             agree_on_records(self._registry.num_layers, ({}, ""), self._agreement, self.executor.device)
             self._agreement.check_equal(bytes.fromhex(placement.digest()), "placement")
-            self._agreement.vote_and_record(Ballot("rehearsal"), "", False)
+            self._agreement.vote_and_record(Ballot(f"rehearsal {number}"), "", False)
             seconds = time.perf_counter() - began
         return seconds
 

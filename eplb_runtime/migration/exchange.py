@@ -4,8 +4,6 @@ A record is what moves with an expert of a layer. With pipelines a rank holds so
 the same rounds, so they exchange a few words a layer. Until the commit live rows are only read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -13,8 +13,6 @@ orders on two ranks can keep both waiting. There the thread that trains posts al
 the collectives of two steps on every rank; the other thread only receives them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -9,8 +9,6 @@ holds more than one staged expert for it.
 Shape suffixes: M moves of all layers, sorted by layer; L layers; N cycles; R ranks of all groups of ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -134,8 +134,8 @@ class ExpertParallelLayer(CountedLayer):
 
     @torch.compiler.disable
     def see(self, topk_ids_TK: Tensor, columns: int, top_k: int) -> None:
-        """Begin a forward of the host's own module, in which nothing is dispatched: check the ids, call ``before``,
-        count the forward and its load. If it is repeated, do nothing. ``columns``: width of the hidden states."""
+        """Begin a forward of the host's own module, if it repeats none: call ``before``, count it and (in evaluation if
+        ``counts_in_evaluation``) its load. ``columns``: hidden width; ``top_k``: unused. ValueError (CPU): bad ids."""
         if not in_recompute():
             self._begin(torch.empty(len(topk_ids_TK), columns, device="meta"), topk_ids_TK)
 

@@ -6,8 +6,6 @@ to work out from an event (the load of each rank, what no balancer would have ha
 only grows, and a crash costs its last line; each start of the job begins with its record and where its experts are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -249,7 +247,7 @@ def from_json(line: Any) -> Record:
 
 def _array(name: str, saved: Any) -> NDArray[np.int64]:
     try:
-        count, rows, columns = (int(length) for length in saved["shape"])
-        return decode(saved, rows, columns, count)
+        _, rows, columns = (int(length) for length in saved["shape"])
+        return decode(saved, rows, columns)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{name} cannot be read: {error}") from None

@@ -4,8 +4,6 @@ Labels are layers, ranks and words from short lists, never texts. Overload facto
 MaxVio as in the paper on balancing without an auxiliary loss, balancedness as serving engines have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,8 +251,8 @@ def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
 
 
 def summary_text(summary: dict[str, Any], run: Path | str | None) -> str:
-    """Return a summary in three lines: rebalances and imbalance; seconds saved and how sure that is; where to see more.
-    ``run``: the folder of the run; None: nothing is kept."""
+    """Return a `summary_of` in three lines: rebalances, imbalance; seconds saved or lost, how sure; where to see more,
+    with the guard's findings and pauses, if any. ``run``: its folder; None: the last line says how to keep it."""
     imbalance, work, saved = summary["imbalance"], summary["expert_work"], summary["saved_seconds"]["measured"]
     lives = " in all lives"
     line = f"the balancer's run: {counted(summary['rebalances'], 'rebalance')} in "

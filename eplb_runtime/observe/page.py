@@ -6,8 +6,6 @@ is required for every path. Each connection serves one request on its own thread
 that takes its time when others come.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """What rank 0 of a job shows, as its config asks for: event log, state, page, metrics, summary."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

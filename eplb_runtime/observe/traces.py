@@ -5,8 +5,6 @@ A kernel belongs to the innermost phase in which it was launched, what a CPU doe
 is JSON in the Trace Event Format, plain or gzipped; whatever a file holds ends in spans or in one `TraceError`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -5,8 +5,6 @@ Their gradients gather here until `sync.py` brings them to the homes. One exchan
 share one set of gradient rows; only gradients that `no_sync` holds back have memory of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,8 +114,8 @@ class ReplicaBank:
 
     @torch.compiler.disable
     def note(self, after_pass: bool = True) -> None:
-        """Record the versions of the homes' ``.grad``, to notice later that somebody else wrote or replaced them.
-        ``after_pass``: it is called at the end of a backward pass."""
+        """Record anew the versions of the homes' ``.grad``: `collect` and `release` notice by them if it is rewritten.
+        ``after_pass``: a backward pass ends here; a sliced home's ``.grad`` that is None then counts as not cleared."""
         self._noted = [_version(parameter) for parameter in self.trained()]
         self._noted_after_pass = after_pass
 

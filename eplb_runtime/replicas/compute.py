@@ -1,7 +1,5 @@
 """A layer's experts on this rank with replicas: in memory of their own, or gathered where FSDP2 shards experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any

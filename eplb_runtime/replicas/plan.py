@@ -5,8 +5,6 @@ home on, gets weights from the home and hands them on to the node's others; on t
 home. Gradients go up the same way. So an expert's weights enter each node once, and its gradients leave each node once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

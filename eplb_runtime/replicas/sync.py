@@ -5,8 +5,6 @@ through and are added when the next layer's is: one exchange at a time is in fli
 travel, and gradients leave after the backward pass, because FSDP may write those of the homes until its end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +22,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..config import BalancerConfig, Trial, launcher_environment, set_trial
+from ..config import BalancerConfig, Trial, launcher_environment, set_trial, take_trial
 from ..hosts import attach
 from ..hosts.attaching.trial import KINDS
-
-__all__ = ["Report", "verify", "verify_command"]
 
 SEED = 20250710
 _LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
@@ -475,10 +473,13 @@ def verify(
 
     def run(layout: str, folder: Path) -> Run:
         set_trial(Trial(layout, steps, str(folder), ends_process=False))
-        torch.manual_seed(SEED)
-        optimizer = make_optimizer(model := make_model())
-        balancer = attach(model, optimizer, config=config, ep_group=ep_group)
         try:
+            torch.manual_seed(SEED)
+            optimizer = make_optimizer(model := make_model())
+            balancer = attach(model, optimizer, config=config, ep_group=ep_group)
+        finally:
+            take_trial()  # what failed before attach took it
+        with closing(balancer):
             model.train()
             for step in range(steps):
                 torch.manual_seed((SEED * 1_000_003 + step + 1) * 4099 + dist.get_rank())  # for dropout and the like
@@ -490,8 +491,6 @@ def verify(
                 value.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        finally:
-            balancer.close()
         return Run.of(folder)
 
     return _answer(run)

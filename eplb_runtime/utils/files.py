@@ -33,8 +33,8 @@ def require_readable(path: Path, most_bytes: int) -> int:
 
 
 def require_writable(path: Path, endings: Sequence[str] = ()) -> None:
-    """Check that a file can be written at ``path``; nothing is written. FileError: its name ends in none of ``endings``
-    (none given: any will do). OSError: its folder is missing or may not be written, or ``path`` is itself a folder."""
+    """Check that a file can be put at ``path``, in place of any file there; nothing is written. FileError: its suffix
+    is none of ``endings`` (if given). OSError: its folder is missing or may not be written, or ``path`` is a folder."""
     if endings and path.suffix not in endings:
         raise FileError(f"{path}: the name must end in {' or '.join(endings)}")
     if not stat.S_ISDIR(path.parent.stat().st_mode):

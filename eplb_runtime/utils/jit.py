@@ -82,7 +82,7 @@ def folder_for(package: Path) -> Path:
 
 
 def remove_older() -> None:
-    """Delete the cache folders of earlier sources, if this package's cache is inside the package; elsewhere nothing."""
+    """Delete the cache folders of other sources, Pythons, numbas and processors, if ours is inside the package."""
     here = cache_folder()
     for other in here.parent.glob(f"{_PREFIX}-*") if here.parent == _PACKAGE / "__pycache__" else ():
         if other != here:

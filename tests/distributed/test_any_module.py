@@ -1,7 +1,5 @@
 """Models of the user's own: named layers, lists of experts or stacked tensors, against the same model without us."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 """What attach takes, what it refuses in a line, what it leaves to the host; and that one that fails, wherever and on
 whichever rank, fails on all and leaves models and optimizers as they were."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

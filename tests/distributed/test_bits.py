@@ -1,8 +1,6 @@
 """Training whose experts move has the very bits of training whose experts stay: losses, norms, every parameter, every
 optimizer tensor. What it is equal to in one process: `test_loops`; with each optimizer: `test_mixed_precision`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

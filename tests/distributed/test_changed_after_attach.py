@@ -1,7 +1,5 @@
 """Models and optimizers that are made, wrapped or changed after attach: right, or refused in one line on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

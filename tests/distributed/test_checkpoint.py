@@ -3,8 +3,6 @@
 Rows that are written in the order of their slots are noticed: `mutants`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

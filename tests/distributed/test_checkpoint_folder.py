@@ -3,8 +3,6 @@
 What plain equality needs is in test_checkpoint.py; here are disks that fail, ranks that die and files that change.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Hugging Face folders, and models that begin on the meta device: each rank reads its own experts and no others."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path

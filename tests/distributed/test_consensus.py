@@ -1,7 +1,5 @@
 """What ranks tell each other before they move anything: comparisons, votes, and the one record that counts."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """What carries copies changes no bit: training whose copies are refreshed by copy engines (a double of torch's
 symmetric memory; gradients come home by it, too) is training in which torch.distributed does it."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

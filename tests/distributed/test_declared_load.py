@@ -1,7 +1,5 @@
 """A load that is declared before it comes is planned for, once, whoever of the ranks declares it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The transport over DeepEP, with a double of its buffer: what every transport must do where all ranks post each round.
 DeepEP itself: `tests/gpu`."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ changes no bit where the order is logical. All of it is looked at in one job of 
 DeepEP itself needs a GPU: `tests/gpu/test_deepep_on_cuda.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from functools import partial

@@ -1,8 +1,6 @@
 """A host that divides whole experts over the ranks that hold the same ones, as torchtitan's FSDP does: homes that move,
 copies beside them, and several replicas of the model. Training is training in one process without us."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence

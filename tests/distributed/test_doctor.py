@@ -1,7 +1,5 @@
 """What the doctor finds usable, on one rank and on two."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -118,7 +118,11 @@ def there_and_back(rank: int) -> None:
         rounds = len(make_schedule(START, TARGET, [RECORD_BYTES] * LAYERS, staging_bytes).rounds)
         assert (rounds == 1) == (staging_bytes > 1)
         cluster = Cluster(rank, START, staging_bytes)
-        there = cluster.migrate(TARGET)
+        weight = torch.ones(1, 1, requires_grad=True)
+        with torch.autocast("cpu"):
+            weight @ weight, weight.data.fill_(3.0)
+            there = cluster.migrate(TARGET)
+            assert weight @ weight == 9.0, "as autocast has cast it before the move"
         assert cluster.stands_by(there.placement) and there.placement.digest() == TARGET.digest()
         assert len(there.rounds) == rounds and there.committed_layers == (0, 1, 2) and there.left_layers == ()
         assert there.moved_experts == (START.home_rank != TARGET.home_rank).sum()

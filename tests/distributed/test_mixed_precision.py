@@ -142,7 +142,7 @@ def refusals(rank: int) -> None:
     rows = model.get_parameter(name).detach()
     balancer.register(name, "average", rows.clone())
     for parameter, key, tensor, words in [
-        ("lm_head.weight", "ema", rows.clone(), "'lm_head.weight' is no expert parameter"),
+        ("lm_head.weight", "ema", rows.clone(), "'lm_head.weight' is no key of balancer.layer_of_parameter"),
         (name, "ema", rows[:1].clone(), "its first dimension must be the 4 experts of this rank"),
         (name, "ema", rows.clone().requires_grad_(), "requires_grad=True"),
         (name, "ema", rows.to("meta"), "give a tensor on cpu"),

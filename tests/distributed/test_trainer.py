@@ -87,13 +87,16 @@ def trainer_of(
     own = {}
     if kind is not Trainer:
         own["balancer_config"] = config_from_settings({"interval": 2, "gate": "always", **(config or {})})
-    return kind(
+    given = arguments(folder, **options)
+    trainer = kind(
         model=model if model is not None else make_model("olmoe"),
-        args=arguments(folder, **options),
+        args=given,
         train_dataset=Texts(64),
         eval_dataset=Texts(5, seed=1),
         **own,
     )
+    assert given.save_only_model == options.get("save_only_model", False), "another Trainer may take them, too"
+    return trainer
 
 
 def logged(trainer: Trainer, what: str = "loss") -> list[float]:

@@ -5,8 +5,6 @@ an expert's gradient is cut over ranks, its squares are added as whole numbers, 
 is equal to the bit wherever the cuts are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

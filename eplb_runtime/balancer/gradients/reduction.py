@@ -8,8 +8,6 @@ What arrives is scaled, so that what is reduced is a mean over ranks: it may be 
 came since. So a loop may look at gradients as often as it likes, go on adding to them, and never zero them.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

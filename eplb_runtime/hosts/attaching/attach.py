@@ -5,8 +5,6 @@ A host answers where the experts are (`MoELayer`); everything else - groups, sha
 frozen value. What fails, on any rank, leaves models and optimizers on all ranks as they were.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

@@ -1,7 +1,5 @@
 """How a host describes its model to the rest of this room: where the experts are and how to compute with them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

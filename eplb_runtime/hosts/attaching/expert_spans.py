@@ -1,8 +1,6 @@
 """Marks of the expert work of a model that is watched and not changed: around a call of its experts and the backward
 pass of that call. Values and gradients stay the same bits."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from copy import deepcopy

@@ -4,8 +4,6 @@ Who steps the model's parameters must be known here, since gradients are reduced
 holds one of them is refused at its first step, wherever and whenever it was made.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

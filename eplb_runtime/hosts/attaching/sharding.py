@@ -5,8 +5,6 @@ will bring is NaN until it is loaded, so that a load that was forgotten shows. W
 buffers, such as rotary frequencies) is made by the model's own code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

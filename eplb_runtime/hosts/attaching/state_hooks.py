@@ -4,8 +4,6 @@ A rank's state dict holds its own experts, in the slots where they are: loaded o
 they would become other experts without a word. So it carries which experts it holds, and is refused where they differ.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ A record has a few numbers for each tensor, and for each logical expert of it: a
 and random sums, from which the distance of two tensors is estimated that are never in one memory.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -206,8 +204,8 @@ class TrialRun(LoopHooks):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Record reduced gradients, in the place of those of an earlier optimizer in this step, and keep the load
-        counts. Set elements of dense gradients that are rounding errors alone to zero, in place."""
+        """Record reduced gradients, in the place of those of an earlier optimizer in this step; then set elements of
+        dense ones that are rounding errors alone to zero, in place. Keep a copy of this rank's load counts."""
         for entry in self._gradients():
             self._put(*entry)
             if entry[2] < 0:  # no expert's

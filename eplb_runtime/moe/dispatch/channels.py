@@ -6,8 +6,6 @@ All ranks launch the exchanges of both in one order: a kernel that waits for its
 if one rank launched A before B and another B before A, both could wait for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

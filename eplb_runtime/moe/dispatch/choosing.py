@@ -1,7 +1,5 @@
 """Which dispatcher carries a job's tokens: what each rank finds, one choice for all of an EP group, and why."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 
@@ -94,8 +92,8 @@ def notes(config: BalancerConfig) -> list[str]:
 
 
 def make_dispatcher(config: BalancerConfig, name: str, topology: Topology, context: DispatchContext) -> Dispatcher:
-    """Return a new dispatcher of an EP group; ``name``: `DispatchChoice.name`. Where the setting is ``"auto"``,
-    DeepEP's gets an all-to-all dispatcher for batches that it refuses."""
+    """Return a new dispatcher of an EP group; ``name``: `DispatchChoice.name`. DeepEP's sets ``num_sms`` process-wide;
+    under ``"auto"``, all-to-all takes batches that it refuses. ConfigError: DeepEP cannot serve this rank."""
     if name == "all_to_all":
         return AllToAll(context)
     if name == "hierarchical":

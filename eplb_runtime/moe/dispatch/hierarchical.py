@@ -9,8 +9,6 @@ row for each node crosses back.
 Shape suffixes in addition to the room's: N nodes, G ranks a node, F tokens that come to this rank to be forwarded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal

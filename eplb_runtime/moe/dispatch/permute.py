@@ -5,8 +5,6 @@ Shape suffixes of this room: T tokens of this rank, K top-k, N = T * K choices (
 arrive here, D model width, R ranks, S slots a rank, P = R * S slots.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from threading import Lock
 from typing import NamedTuple

@@ -6,8 +6,6 @@ belong to the whole parameter and are equal on every rank. All else is refused. 
 others in its tensor (a norm, a factored second moment, a line search), training would depend on the placement.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import deque

@@ -252,8 +252,8 @@ class ExpertTensors:
         return max((sum(map(nbytes, self.of_home(layer))) for layer in self.layers), default=0)
 
     def ranges_of(self, parameters: tuple[Tensor, ...]) -> tuple[Ranges, ...]:
-        """Return, for each of these parameters (one expert each), (first, end) of the elements that each rank with the
-        expert steps, by the first optimizer that divides any of them; empty: each rank steps all."""
+        """Return, per parameter (one expert each), (first, end) of the elements that each rank with the expert steps,
+        by the first optimizer that divides any; ``()`` for one that it does not divide; ``()`` alone: none divides."""
         owners = (one for one in self._optimizers if not isinstance(one, torch.optim.Optimizer))
         return next(filter(any, (tuple(map(owner.ranges_of, parameters)) for owner in owners)), ())
 

@@ -6,8 +6,6 @@ reinforcement learning free that of weights between phases, and load it again. E
 few rows at a time: a layer's experts may fill a device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

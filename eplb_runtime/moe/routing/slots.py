@@ -5,8 +5,6 @@ The split is a function of the placement and of the counts that all ranks gather
 one. Numba splits on the host (`water_filling.py`), and the device deals its choices out. No torch.distributed here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

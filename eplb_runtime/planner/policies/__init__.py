@@ -33,10 +33,10 @@ POLICIES: dict[str, tuple[Callable[[PlanRequest], Placement], tuple[str, ...]]] 
 
 
 def shuffled(current: Placement, load: NDArray[np.float64]) -> Placement:
-    """Return a random placement, seeded by epoch and layer. Homes change places in pairs on two ranks: all of them in
-    even epochs; in odd epochs half of them, and the others change slots within their rank, since two ranks that
-    exchange everything are soon back where they began. Replica slots hold the experts of other ranks with most load
-    (float64 ``[L, E]``). A pair is the least that can be committed by itself: staging stays small however many move."""
+    """Return a random placement, seeded by epoch and layer, of the same epoch: the caller counts it up. Homes change
+    places in pairs on two ranks: all of them in even epochs; in odd epochs half, and the others change slots within
+    their rank, since two ranks that exchange everything are soon back. Replica slots hold the experts of other ranks
+    with most load (float64 ``[L, E]``), `EMPTY` if too few. A pair commits by itself: staging stays small."""
     slots, homes, experts = current.slots_per_rank, current.homes_per_rank, current.num_experts
     home_LE = np.stack([_swapped(current, layer) for layer in range(current.num_layers)])
     map_LP = np.full(current.physical_to_logical.shape, EMPTY, dtype=np.int32)

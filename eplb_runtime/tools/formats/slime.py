@@ -21,10 +21,9 @@ def load_in(content: Content) -> JobRecord | None:
     of them, without evaluations (``eval_N.pt``): one window a rollout. None: there is no such file.
 
     Checked against slime's ``observability/rollout_data_utils.py`` (``save_debug_rollout_data``) and
-    ``utils/types.py``: a sample has ``rollout_routed_experts`` ``[tokens, layers, topk]``, a row for each layer of the
-    model. Dense layers have expert 0 in every place, and no load here. The number of experts is one more than the
-    largest id. The layers take no replicas. FileError: samples have no routing, or do not fit together.
-    """
+    ``utils/types.py``: a sample has ``rollout_routed_experts`` ``[tokens, layers, topk]``. L is all layers of the
+    model: dense ones, with expert 0 in every place, are zeros here (for top-1 not told, and so counted). E: the largest
+    id + 1. The layers take no replicas. FileError: samples have no routing, or do not fit together."""
     files = iter([content])
     if content.kind == "directory":  # one after the other, in the order of their numbers
         numbered = {int(path.stem): path for path in content.path.glob("*.pt") if path.stem.isdecimal()}

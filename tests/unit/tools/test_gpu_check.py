@@ -13,9 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from support.training import config_from_settings
 
-from eplb_runtime.config import BalancerConfig, Trial
+from eplb_runtime.config import BalancerConfig, Trial, take_trial
 from eplb_runtime.hosts.attaching.trial import without_replicas
 from eplb_runtime.tools import doctor, verification
 
@@ -153,6 +154,12 @@ def test_a_job_that_is_interrupted_while_it_starts_is_ended(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         verification._run(["sleep", "600"], Trial("fixed", 3, str(tmp_path)), "fixed")
     assert jobs[0].wait(60) == -signal.SIGKILL
+
+
+def test_a_verify_that_fails_leaves_no_trial_for_the_next_attach() -> None:
+    with pytest.raises(ZeroDivisionError):
+        verification.verify(lambda: 1 / 0, torch.optim.SGD, lambda step: step)  # type: ignore[arg-type,return-value]
+    assert take_trial() is None
 
 
 def test_a_report_is_valid_json_whatever_its_numbers_are() -> None:
