@@ -135,17 +135,12 @@ def run(
     seeds: Sequence[int] = SEEDS,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
-    """All families, each over several series.
+    """All families, each over several series, one a seed.
 
-    Args:
-        seeds: of the series.
-
-    Returns:
-        rows: ``load``, ``experts``, ``ranks``, ``replicas``; imbalance of the next windows, mean over series, layers
-        and windows: ``no_planner``; ``rule``, the best of DeepSeek's rule on the newest window, on the mean and on an
-        average in which a window counts half as much as the next; ``graph``, LPLB's fixed one on the mean; ``ours``;
-        ``moved``, slots that ours moves as a share of all, where loads drift a window.
-    """
+    Rows: ``load``, ``experts``, ``ranks``, ``replicas``; imbalance of the next windows, mean over series, layers and
+    windows: ``no_planner``; ``rule``, the best of DeepSeek's rule on the newest window, on the mean and on an average
+    in which a window counts half as much as the next; ``graph``, LPLB's fixed one on the mean; ``ours``; ``moved``,
+    slots that ours moves as a share of all, where loads drift a window."""
     rows = []
     for family in families:
         on_progress(f"{family.name}: {family.experts} experts, {family.ranks} ranks, {family.replicas} copies")

@@ -70,14 +70,6 @@ def test_why_nothing_moves_is_the_true_reason(code: str, terms: dict, home_bytes
     assert made.reason.startswith("nothing to move") == (code == "nothing to move")
 
 
-def test_experts_that_stay_on_a_rank_stay_in_their_slot() -> None:
-    current = Placement.initial(4, 64, 8)
-    made = plan(skewed(4, 64, 3), Topology(8, 4), slots_per_rank=8, current=current)
-    assert made.placement.home is not None and current.home is not None
-    stays = made.placement.home_rank == current.home_rank
-    assert np.array_equal(made.placement.home[stays], current.home[stays])
-
-
 # -- The home layout on measured loads: how near to balance, how little moved, over time
 
 

@@ -55,6 +55,7 @@ def test_a_flipped_bit_blocks_that_change_places_and_another_end_change_a_device
     whole, cut = data(), chosen.draw(st.integers(1, 4095))
     parts = hashed_blocks([whole[:cut], whole[cut:]])
     assert not torch.equal(hashed_blocks([whole]), parts) and not torch.equal(hashed_blocks([whole.roll(1024)]), parts)
+    assert not torch.equal(parts, hashed_blocks([whole[cut:], whole[:cut]]))
     assert not torch.equal(hashed_blocks([torch.zeros(cut, dtype=torch.uint8)]), hashed_blocks([whole[:0]]))
 
 

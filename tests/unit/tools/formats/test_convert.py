@@ -83,16 +83,6 @@ def test_empty_slots_get_the_rarest_experts_and_none_twice_on_a_rank() -> None:
     assert all(len(set(rank)) == len(rank) for rank in by_rank.tolist())
 
 
-# -- loads ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path) -> None:
-    (tmp_path / "load.json").write_text('{"load": [[1, 2]]}')
-    with pytest.raises(FileError, match="it holds a load, which has no ranks: leave --ranks out"):
-        convert(tmp_path / "load.json", tmp_path / "out.json", num_ranks=2)
-    assert not (tmp_path / "out.json").exists()
-
-
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +108,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         (text("other.yaml", "num_slots: 3"), {}, "cannot tell what kind of file this is"),
         (tmp_path / "own.json", {"num_ranks": 4}, "the placement is for 2 ranks, not 4"),
         (tmp_path / "load.json", {"to": "vllm"}, "vllm reads no load file"),
+        (tmp_path / "load.json", {"num_ranks": 2}, "it holds a load, which has no ranks: leave --ranks out"),
         (tmp_path / "own.json", {"to": "excel"}, "choose one of: eplb-runtime, sglang"),
         (tmp_path / "own.json", {"to": "vllm", "dense_layers": 1}, "neither eplb-runtime nor vllm files number dense"),
     ]
