@@ -103,12 +103,8 @@ def test_it_compiles_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_without_a_compiler_it_says_so_and_fails() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "eplb_runtime.cli", "warmup"],
-        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command, environment = [sys.executable, "-m", "eplb_runtime.cli", "warmup"], os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1 and "nothing was compiled" in ended.stdout
 
 
