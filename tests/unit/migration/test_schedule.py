@@ -180,13 +180,14 @@ def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
     engine = Mock(bytes_per_step=64, executor=Mock(transport=Mock(in_order=False)), in_flight_bytes=lambda _: 64)
     engine.progress, ready = (lambda placement, *_: MigrationProgress(placement)), Future[Any]()
     ready.set_result((PreparedMigration(schedule, Records({}, (8, 8), (0, 0)), current), Verdict(True)))
-    others = Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), Mock(timeout_seconds=1.0)
-    driver = Overlapped(engine, *others)
+    config = Mock(timeout_seconds=1.0, migration=Mock(max_pause_seconds=0.5))
+    driver = Overlapped(engine, Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), config)
     driver.begin(current, schedule.target, "key")
     while driver.in_flight and driver._batches < 20:
         progress = driver.advance()
         for flight in driver._flights:
             flight.verdict = Verdict(False, "late", kind=LATE)
+            assert flight.patience == 0.5
     assert "5 times" in progress.cause
 
 
