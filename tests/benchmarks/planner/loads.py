@@ -37,12 +37,8 @@ TOKENS_OF_SUITE = 2000
 
 
 def skewed(windows: int, shape: tuple[int, int], spread: float, jitter: float, seed: int) -> FloatArray:
-    """float64 ``[T, L, E]``: lognormal shares that stay, each expert off by a lognormal factor in each window.
-
-    Args:
-        shape: layers and experts.
-        spread, jitter: standard deviations of the logarithms.
-    """
+    """float64 ``[T, L, E]``: lognormal shares that stay, each expert off by a lognormal factor in each window;
+    ``spread`` and ``jitter`` are standard deviations of the logarithms."""
     generator = np.random.default_rng([seed, 21])
     mean = generator.lognormal(0.0, spread, shape)
     return _counted(generator, mean * generator.lognormal(-0.5 * jitter**2, jitter, (windows, *shape)))
@@ -115,13 +111,8 @@ def hash_layers(
     exponent: float = 1.0,
     hashes: int = 8,
 ) -> FloatArray:
-    """float64 ``[T, L, E]``: experts are a function of the token's id, and tokens are as frequent as words are.
-
-    Args:
-        vocabulary: tokens, whose frequencies fall with their rank.
-        exponent: of that fall (Zipf).
-        hashes: experts of each token; one, and as many tokens as experts: each expert has a token of its own.
-    """
+    """float64 ``[T, L, E]``: experts are a function of the token's id, so many ``hashes`` of it, and tokens are as
+    frequent as words are, by Zipf's ``exponent``. One hash, and as many tokens as experts: each has its own."""
     generator = np.random.default_rng([seed, 27])
     frequency = 1.0 / np.arange(1, vocabulary + 1) ** exponent
     made = np.empty((windows, layers, experts))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
-from eplb_runtime.hosts.attaching.checks import _of_device
+from eplb_runtime.config import BalancerConfig, DispatchConfig
+from eplb_runtime.hosts.attaching.checks import AttachError, _initial_placement, _of_device, _of_models
 from eplb_runtime.hosts.attaching.expert_spans import watch_calls
 from eplb_runtime.hosts.attaching.optimizers import follow_forwards
 from eplb_runtime.hosts.attaching.trial import _name_of, holder_of, unregistered
@@ -198,6 +199,20 @@ def test_the_model_is_on_the_gpu_that_the_process_works_on(monkeypatch: pytest.M
     asked = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0")]
     (refused,) = (line for one in asked for line in _of_device(one))
     assert "on cuda:0, and this process works on GPU 1: call torch.cuda.set_device(0)" in refused
+
+
+def test_models_that_cannot_be_spread_are_refused_in_a_line() -> None:
+    stage = SimpleNamespace(model=nn.ModuleDict({"words": nn.Embedding(2, 2, sparse=True)}), prefix="stage.")
+    config = BalancerConfig(replica_slots=1, rank_speed=(1.0, 0.5, 1.0), dispatch=DispatchConfig("hierarchical"))
+    job, of_cpu = SimpleNamespace(ep_size=2, num_layers=1), {"device": torch.device("cpu"), "layers": ()}
+    asked: Any = SimpleNamespace(config=config, job=job, host_dispatches=True, stages=[stage], **of_cpu)
+    assert [line.partition(":")[0] for line in _of_models(asked)] == [
+        "replica_slots=1",
+        "dispatch",
+        "stage.words has sparse gradients",
+    ]
+    with pytest.raises(AttachError, match="rank_speed has 3 numbers for 2 ranks: give one for each"):
+        _initial_placement(asked, [8], None)
 
 
 def test_a_copy_to_the_host_ends_on_the_stream_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
