@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
 from eplb_runtime.config import BalancerConfig, DispatchConfig
+from eplb_runtime.hosts.attaching import state_hooks
 from eplb_runtime.hosts.attaching.checks import AttachError, _initial_placement, _of_device, _of_models
 from eplb_runtime.hosts.attaching.expert_spans import watch_calls
-from eplb_runtime.hosts.attaching.optimizers import follow_forwards
+from eplb_runtime.hosts.attaching.optimizers import Optimizers, _Stepper, follow_forwards
 from eplb_runtime.hosts.attaching.trial import _name_of, holder_of, unregistered
 from eplb_runtime.hosts.transformers.describe import _Padding
 from eplb_runtime.hosts.transformers.folders import _cut_by, _specs
@@ -189,6 +191,31 @@ def test_a_conversion_that_regroups_pairs_of_experts_is_no_cut() -> None:
 
     whole = torch.empty(6, 2, 3, device="meta")
     assert _cut_by("w", whole, _specs(convert({"w": whole})), 6, convert, {}) is None
+
+
+# -- Steps that raise or come twice, and a state that another rank refuses
+
+
+def test_a_step_that_raised_is_forgotten_and_one_that_comes_twice_is_refused() -> None:
+    steps, optimizer = Optimizers.__new__(Optimizers), Mock()
+    steps._balancer = balancer = Mock()
+    steps._known = known = [_Stepper(optimizer, 1) for _ in range(2)]
+    steps._before_step(known[0], optimizer, (), {})  # and it raised
+    steps.on_forward_begin(True)
+    for one in known:
+        steps._before_step(one, optimizer, (), {})
+        steps._after_step(one)
+    balancer.step.assert_called_once()
+    steps._after_step(known[0])
+    with pytest.raises(RuntimeError, match="optimizer 0 of the attached ones has stepped twice, number 1 not at all"):
+        steps._after_step(known[0])
+
+
+def test_a_state_that_another_rank_refuses_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_hooks, "barrier", lambda *_, **__: "rank 1: other experts")
+    balancer = Mock(closed=False, runtime=Mock(job=Mock(ep_ranks=(0, 1))))
+    with pytest.raises(RuntimeError, match="rank 1: other experts"):
+        state_hooks._refuse_on_all(balancer, "a model", "")
 
 
 # -- A process that works on another GPU than its model's: what that may not change, and what is refused
