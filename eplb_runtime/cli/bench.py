@@ -29,7 +29,7 @@ ACTIONS = {
     "planner": ("Balance and time of the policies.", [LOADS, _repeats(5)]),
     "dispatch": ("Carrying tokens between ranks, against plain all-to-alls.", [RANKS, _repeats(20), DEVICE]),
     "migrate": ("Moving experts between ranks, against plain messages.", [RANKS, _repeats(10), DEVICE, WAYS]),
-    "train": ("Training steps, static, balanced and ideal; takes minutes.", [RANKS, BLOCKS]),
+    "train": ("Training steps: experts fixed, moved, replicated, and even load; takes minutes.", [RANKS, BLOCKS]),
 }
 
 
