@@ -123,6 +123,7 @@ class Balancer:
         measured, dropped = events.of_type(LoadMeasured), len(events.of_type(RebalanceAborted))
         committed = [event for event in events if isinstance(event, RebalanceCommitted)]
         moved, pause = sum(event.moved_experts for event in committed), sum(event.pause_seconds for event in committed)
+        whole = sum(not event.left_layers for event in committed)
         placed = counted(sum(event.placed_replicas for event in committed), "replica")
         cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
         rows = [
@@ -132,7 +133,7 @@ class Balancer:
             ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
             ("placement", f"epoch {placement.epoch}, {(placement.copy_count - 1).sum()} replicas, at step {steps}"),
             ("measured last", measured[-1].brief() if measured else "nothing yet"),
-            ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
+            ("rebalances", f"{whole}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
             ("dropped", str(dropped)),
         ]
         return text_table(("balancer", ""), rows)

@@ -182,8 +182,7 @@ class LoopState:
         break off in different places, and must not differ in their commits."""
         for thread, of in [*self._running]:
             if thread == get_ident() and layers in (None, of):
-                for hook in self.hooks:
-                    hook.on_forward_end(of)
+                self.end_forward(of)
 
     @contextmanager
     def uninterrupted(self, schedule: str) -> Iterator[None]:

@@ -129,6 +129,7 @@ class MigrationProgress:
             transfers=np.concatenate([round_.transfers for round_ in self.rounds]),
             expert_bytes=self.record_bytes,
             placed_replicas=int(((replicas_LRK != before.replicas_LRK) & (replicas_LRK != EMPTY)).sum()),
+            left_layers=self.left_layers,
         )
 
 

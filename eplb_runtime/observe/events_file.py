@@ -148,8 +148,7 @@ def _rank_load(
     placements: tuple[tuple[int, Placement], ...],
     speed_R: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
-    """Return float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows, whose sum is
-    ``total_1LE``."""
+    """Return float64 ``[L, R]``: tokens of each rank under the job's split, over all rows (sum: ``total_1LE``)."""
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
         rows_TLE = load_TLE[first:end]

@@ -126,7 +126,7 @@ class ReplicaBank:
     def free(self) -> int:
         """Free the memory of replicas and of their gradients, held ones too; return the freed bytes. Homes that lie in
         the same memory are copied to memory of their own first, which is ``.data`` of their parameters then."""
-        self._held, freed = [], 0
+        self._held, self.unsent, freed = [], False, 0
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
             if _is_resizable(slots) and _shares_storage(parameter, slots):
                 parameter.data = parameter.detach().clone()

@@ -28,8 +28,7 @@ ELSEWHERE_SECONDS = 0.015
 
 
 class _Elsewhere(torch.autograd.Function):
-    """Computing that is done on a device, as the processor sees it: the thread waits, in the backward pass twice as
-    long."""
+    """Computing that is done on a device, as the processor sees it: the thread waits, twice in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:

@@ -140,8 +140,7 @@ def test_every_row_arrives_in_as_many_rounds_as_staging_makes_it() -> None:
 
 
 def fail_after_the_vote(rank: int, in_maps: bool) -> None:
-    """Rank 2 fails as maps follow a commit, or when a decision is recorded, and says so at each call; the others cannot
-    have gone on without it."""
+    """Rank 2 fails as maps follow a commit, or when a decision is recorded, and says so at each call."""
     cluster = Cluster(rank, START, timeout=5.0)
 
     def fail() -> None:

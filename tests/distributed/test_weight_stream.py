@@ -94,8 +94,7 @@ def in_order(model: nn.Module, balancer: eplb.Balancer) -> Named:
 
 
 def exported(rank: int, family: str, replica_slots: int) -> None:
-    """The folder of the whole model, before and after a move. The control: a walk by local index is right before it,
-    and wrong after."""
+    """The folder of the whole model, before and after a move. A walk by local index is right before it alone."""
     job = started(family, replica_slots)
     model, balancer = job.model, job.balancer
     static = taken(balancer.named_logical_tensors(bucket_bytes=BUCKET))

@@ -1,5 +1,4 @@
-"""Hooks, gradients, attributes and optimizer state of expert parameters: they go along with the experts, or are refused
-in one line."""
+"""Hooks, gradients, attributes and optimizer state of expert parameters: they go along, or are refused."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ from .faults import KILL, Draw, Faults, draw_of, draws
 INTERVAL, TIMEOUT_SECONDS = 2, 3.0
 """Of the disturbed balancer."""
 MOST_STEPS, CONNECTING_SECONDS = 14, 30.0
-"""A fault that has not happened in so many steps needs connections that break; then it has as many again, and so
-long."""
+"""A fault that has not happened in so many steps needs connections that break, then as many again."""
 RECOVERY_SECONDS = 90.0
 """After the faults of a bout a rebalance must have committed within."""
 HANG_SECONDS = 120.0

@@ -113,8 +113,7 @@ class Checked(Request):
 
 def check(asked: Request) -> Checked:
     """Return the request with the initial placement and tests of its layers, or raise AttachError on all ranks; change
-    nothing. Collective: ranks exchange what each refuses by itself, and what must be equal on all. Then a few rows run
-    through each layer."""
+    nothing. Collective: ranks exchange what each refuses, and what must be equal. A few rows run through each layer."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))

@@ -235,8 +235,7 @@ def keep_logical_order(
 
 
 def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> Handles:
-    """Hook an optimizer: its state dict has experts in logical order, and loading takes them so. Both become
-    collective. Return the hooks' handles."""
+    """Hook an optimizer: its state dict has experts in logical order, as loading does; collective. Return handles."""
 
     def in_order(state: dict[str, Any], loads: bool) -> dict[str, Any]:
         balancer.runtime.barrier("the state of the optimizer")

@@ -126,6 +126,18 @@ def test_each_metric_is_what_its_name_says() -> None:
     assert links["inside a node"] and links["between nodes"]
 
 
+def test_a_rebalance_that_commits_a_layer_at_a_time_is_one() -> None:
+    job, *decided, commit = records(1, with_troubles=False)
+    later = [{**commit, "step": commit["step"] + 1, "left_layers": [1]}, {**commit, "step": commit["step"] + 2}]
+    of = state([job, *decided, {**commit, "left_layers": [1, 2]}, *later])
+    assert [row["outcome"] for row in of.decisions] == ["committed"] and of.rebalances == 1 and of.promised_seconds == 0
+    assert of.decisions[0]["moved_experts"] == 3 * commit["moved_experts"]
+    assert np.array_equal(of.placement_before, job["placement"][0])
+    of.apply({**decided[0], "step": 99})
+    assert of.promised_seconds > 0
+    assert [row["outcome"] for row in state([job, *decided, later[0], job]).decisions] == ["dropped"]
+
+
 def test_the_cumulative_overload_is_that_of_the_worst_pipeline_stage() -> None:
     """Ranks of different stages hold different layers, so a sum over all layers would be nobody's."""
     found = records(ROUNDS)
