@@ -157,7 +157,7 @@ def _known_of_job(line: Any) -> dict[str, Any]:
     known = {}
     for entry in fields(RecordedJob) if isinstance(said, dict) else ():
         kind, value = type(entry.default), said.get(entry.name)
-        if type(value) is kind is str or (kind is not str and type(value) in (int, kind) and 0 < value < _MOST):
+        if type(value) is kind is str or (kind is not str and type(value) in (int, kind) and 1 / _MOST < value < _MOST):
             known[entry.name] = value
     return known
 

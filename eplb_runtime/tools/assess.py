@@ -385,7 +385,7 @@ def _why_it_does_not_pay(
     elif not best.rebalances:
         reason = "no move would have saved what it costs"
     elif best.saved(share) < LEAST_SAVED:
-        reason, advice = "the load that follows is too unlike the past that plans are made from", again
+        reason, advice = "experts cannot be spread more evenly, or the load is too unlike the past", again
     else:
         reason = f"moving takes {_percent(best.moving)} of the time of all steps"
     return f"It does not pay: {reason}.", advice

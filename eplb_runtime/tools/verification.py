@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..config import BalancerConfig, Trial, launcher_environment, set_trial, take_trial
 from ..hosts import attach
 from ..hosts.attaching.trial import KINDS
+from ..utils.text import counted
 
 SEED = 20250710
 _LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
@@ -338,10 +339,15 @@ def proof(run: Callable[[str], Run]) -> Report:
     found["unregistered"] = tuple(moved.meta.get("unregistered", ()))
     found["moved"] = dict.fromkeys((*DIFFERENCE, "rounding")) | {"equal": not difference} | difference
     if not difference and moved.length < fixed.length:
-        return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
+        why = moved.failure or "without an error: does its end depend on the time?"
+        return answer("wrong" if moved.failure else "unknown", f"the run with moved homes ended sooner: {why}")
     if not difference and not moved.meta["commits"]:
-        return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
-    odd = first_difference(fixed, run("fixed")) if difference else {}
+        few = f"no expert moved in {counted(moved.length, 'step')}"
+        return answer("unknown", f"{few}: train for 3 or more, and give as many as --steps, or see its output")
+    again = run("fixed") if difference else fixed
+    if again.length < fixed.length:
+        return answer("unknown", f"the second run with fixed homes ended sooner: {again.failure}")
+    odd = first_difference(fixed, again) if difference else {}
     found["repeats"] = not odd
     if odd:
         return answer("unknown", f"the job does not repeat itself: in a second run {_shown(odd)}")

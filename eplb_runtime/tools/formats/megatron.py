@@ -87,10 +87,10 @@ def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], in
     rows = record["top_indices"]
     ids = expert_ids(rows, "top_indices").reshape(-1).astype(np.int64) if rows else none
     ids = ids[ids >= 0]  # a token that is dropped, or padding
-    if ids.size and ids.max() >= MOST_EXPERTS:
-        raise ValueError(f"expert {ids.max()}")
     shape = record.get("logit_shape")
     of_logits = int(shape[-1]) if isinstance(shape, list) and shape else 0
+    if (largest := max(of_logits - 1, int(ids.max(initial=0)))) >= MOST_EXPERTS:
+        raise ValueError(f"expert {largest}")
     return (int(record["step"]), layer), ids, of_logits
 
 

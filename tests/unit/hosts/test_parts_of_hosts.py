@@ -131,7 +131,7 @@ def found(thing: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.ones(SHAPE, dtype=torch.int16), lambda: torch.ones(182), lambda: torch.ones(182).half()]
+    "make", [lambda: torch.ones(SHAPE, dtype=torch.int16), lambda: torch.ones(182), lambda: torch.ones(7, 13).half()]
 )
 def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: Callable[[], Any]) -> None:
     (holder,) = found(make())

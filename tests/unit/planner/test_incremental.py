@@ -257,6 +257,8 @@ def test_a_slow_rank_gets_tokens_by_its_speed(replicas: int, first: bool) -> Non
     assert (made.imbalance_after >= made.lower_bound - 1e-9).all()
     loads = rank_load(SLOW_LOAD, made.placement, SPEED).sum(axis=0)
     assert loads[2] < 0.6 * loads[0] and 0.7 < loads[6] / loads[0] < 0.9
+    alone = plan(np.array([[90.0, 10, 10, 10]]), Topology(4), slots_per_rank=1, rank_speed=[0.5, 1, 1, 1])
+    assert alone.placement.home_rank[0, 0] != 0, "a heavy expert that is the slow rank's only one"
 
 
 def test_ranks_of_one_speed_are_planned_for_as_ever() -> None:

@@ -287,6 +287,7 @@ def test_dropped_tokens_and_other_stages_do_not_count(tmp_path: Path) -> None:
         (json.dumps(line(0, 1, [[0, 1], [2]])), "ragged"),
         (json.dumps({**line(0, 1, []), "top_indices": [[0.5]]}), "expert ids"),
         (json.dumps(line(0, 1, [[1 << 40]])), f"expert {1 << 40}"),
+        (json.dumps(line(0, 1, [[0, 1]], logit_shape=[2, 1 << 80])), f"expert {(1 << 80) - 1}"),
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, part: str) -> None:
@@ -377,6 +378,7 @@ def test_dense_layers_have_no_load_and_can_be_left_out(tmp_path: Path) -> None:
     [
         ([None], "sample 0 has no rollout_routed_experts: start slime with --use-rollout-routing-replay"),
         ([], "rollout 0 has no samples"),
+        ([torch.zeros(2, 0, 2, dtype=torch.uint8)], "rollout 0 has no samples"),
         ([chosen([[0, 1]]), chosen([[0, 1], [0, 1]])], "sample 1 has 2 layers, those before have 1"),
         ([torch.zeros(3, 2, dtype=torch.int32)], r"must be \[tokens, layers, topk\] of expert ids"),
         ([chosen([[0, -1]])], "experts -1 to 0"),
@@ -401,9 +403,10 @@ def test_rollouts_of_different_models_are_one_line(tmp_path: Path) -> None:
     write_slime(tmp_path / "1.pt", chosen([[0, 1], [0, 1]]))
     with pytest.raises(FileError, match="rollout 1 has 2 layers, the first 1"):
         read_load(tmp_path)
-    torch.save({"weights": torch.zeros(2)}, tmp_path / "1.pt")
-    with pytest.raises(FileError, match="of different kinds"):
-        read_load(tmp_path)
+    for other in ({"weights": torch.zeros(2)}, {"rollout_id": 1, "samples": None}):
+        torch.save(other, tmp_path / "1.pt")
+        with pytest.raises(FileError, match="of different kinds"):
+            read_load(tmp_path)
 
 
 def test_assess_takes_a_folder_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
