@@ -33,11 +33,8 @@ from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
-SOURCE_MEMORY = 0.5
-"""Weight that older counts of token sources keep at each later decision."""
-
-PLANNING = 0.5
-"""Of the timeout, that other ranks wait for a plan."""
+SOURCE_MEMORY = 0.5  # weight that older counts of token sources keep at each later decision
+PLANNING = 0.5  # of the timeout, that other ranks wait for a plan
 _TRIES = 4  # plans that are asked for until one fits the longest pause; the last one does for certain
 
 

@@ -214,6 +214,8 @@ def test_equal_loads_go_to_the_lower_id() -> None:
     physical_to_logical, _, copy_count = balance(np.ones((1, 4)), 6, 1, 1, 2)
     assert copy_count.tolist() == [[2, 2, 1, 1]]
     assert physical_to_logical.tolist() == [[2, 0, 0, 3, 1, 1]]
+    same, tiny, huge = (balance(WEIGHT.double() * 2.0**power, 80, 1, 1, 8)[0] for power in (0, -300, 300))
+    assert np.array_equal(same, tiny) and np.array_equal(same, huge), "beyond float32"
 
 
 @pytest.mark.parametrize(("sizes", "complaint"), [((7, 1, 1, 2), "7 slots"), ((8, 3, 1, 2), "8 experts")])
