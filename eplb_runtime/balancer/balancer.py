@@ -524,8 +524,8 @@ class Balancer:
         self._stream.end(what)
 
     def _move_all(self, target: Placement, what: str) -> None:
-        """Migrate while training waits; RuntimeError: the migration was dropped."""
-        if np.array_equal(self.placement.physical_to_logical, target.physical_to_logical):
+        """Migrate while training waits; nothing once closed. RuntimeError: the migration was dropped."""
+        if self.closed or np.array_equal(self.placement.physical_to_logical, target.physical_to_logical):
             return
         progress = self.rebalancer.migrate_to(target)
         self._stream.end("the end of logical_order()")

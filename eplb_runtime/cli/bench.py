@@ -33,7 +33,7 @@ ACTIONS = {
     "planner": ("Balance and time of the policies.", [LOADS, _repeats(5)]),
     "dispatch": ("Carrying tokens between ranks, against plain all-to-alls.", [_ranks(), _repeats(20), DEVICE]),
     "migrate": ("Moving experts between ranks, against plain messages.", [_ranks(two_or_more), MOVES, DEVICE, WAYS]),
-    "train": ("Training steps, static, balanced and ideal; takes minutes.", [_ranks(choices=(1, 2, 4)), BLOCKS]),
+    "train": ("Steps, experts fixed, moved, replicated, or even; takes minutes.", [_ranks(choices=(1, 2, 4)), BLOCKS]),
 }
 
 

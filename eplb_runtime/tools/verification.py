@@ -165,9 +165,11 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 def untrained(run: Run) -> Iterator[str]:
     """Yield a sentence if experts have gradients after the last step and no step has changed any of these weights, and
-    one if that is so of all other weights with gradients."""
+    one if that is so of all other weights with gradients; or one if nothing has a gradient."""
     first, last = run.step(0).cells, run.step(run.length).cells
     trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
+    if not trained:
+        yield "no weight has a gradient after the last step: is it gone before the optimizer's step?"
     for is_expert in (True, False):
         keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
         if keys and all(first[key].same_bits(last[key]) for key in keys):

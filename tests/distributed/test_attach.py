@@ -174,7 +174,7 @@ def left_by_cycles(rank: int) -> list[tuple[int, ...]]:
     left = []
     for cycles in (3, 3):
         for _ in range(cycles):
-            settings = {"interval": 2, "lag": 1, "replica_slots": 1}
+            settings = {"interval": 2, "lag": 1, "replica_slots": 1, "overlap": True}
             job = Run(rank, Job(layers=1, planner=eplb.plan, settings=settings)).attach().train(3)
             job.balancer.close()
             del job

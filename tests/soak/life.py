@@ -57,13 +57,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Life:
-    """One life of a job.
-
-    Args:
-        settings: a name in `SETTINGS`.
-        bouts: of faults.
-        ends: by `time.monotonic`; no bout begins later.
-    """
+    """One life of a job under `SETTINGS` of this name, of so many bouts of faults, none of which begins after ``ends``
+    (by `time.monotonic`)."""
 
     number: int
     seed: int

@@ -55,15 +55,8 @@ Draw = Callable[[int, int, int, int], FloatArray]  # (windows, layers, experts, 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of load on a cluster.
-
-    Args:
-        replicas: replica slots of a rank.
-        drifts: planned anew before each window, not once.
-        priced: ours has to pay its seconds (`TRAINING`, gate ``"payoff"``), as in a job.
-        past: windows planned on.
-        layers: of each series.
-    """
+    """A kind of load on a cluster, ``past`` windows of which are planned on. One that ``drifts`` is planned anew before
+    each window, not once; with ``priced`` ours has to pay its seconds (`TRAINING`, gate ``"payoff"``), as in a job."""
 
     name: str
     draw: Draw

@@ -192,10 +192,11 @@ WAYS: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Any]]] = {
 
 def refusal(model: nn.Module) -> str:
     """What is said; the model is as it was."""
-    before = dict(model.named_parameters())
+    before, random = dict(model.named_parameters()), torch.get_rng_state()
     with pytest.raises(AttachError) as raised:
         eplb.stack_experts(model, LAYERS)
     assert isinstance(model.experts, nn.ModuleList)
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(now is before[name] and now.grad is None for name, now in model.named_parameters())
     said = str(raised.value)
     assert "\n" not in said and len(said) < 420

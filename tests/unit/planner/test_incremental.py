@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from eplb_runtime.placement import Placement
 from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.cost import HYSTERESIS
 from eplb_runtime.planner.evaluate import predicted_imbalance, rank_load
+from eplb_runtime.planner.gate import _paying
 from eplb_runtime.planner.policies import shuffled
 from eplb_runtime.planner.policies.deepseek import balance
 from eplb_runtime.topology import Topology
@@ -150,6 +152,11 @@ def test_dear_bytes_leave_out_layers_with_little_to_gain() -> None:
     assert 0 < len(dear) < len(cheap) and not dearest
     assert min(dear) > min(cheap), "later layers have more to gain"
     assert left(planned(3e10, "off")) < left(planned(3e10))
+
+
+def test_a_layer_that_saves_little_more_than_it_costs_stays() -> None:
+    cost = Mock(seconds_by_layer=lambda *_: np.ones((2, 1)), seconds_per_imbalance=lambda *_: 1.0, stall_seconds=0.0)
+    assert _paying(Mock(), cost, Mock(), np.array([HYSTERESIS - 0.1, HYSTERESIS + 0.1])).tolist() == [False, True]
 
 
 # -- A shuffle moves every expert, stays a valid placement, and fills replica slots with the hottest

@@ -74,6 +74,8 @@ def test_a_script_is_read_with_its_variables_and_arrays(tmp_path: Path) -> None:
     found = judged(tmp_path, SLIME)
     assert refusals_of(found) == ["num_distributed_optimizer_instances"] and found["refused"][0]["value"] == 2
     assert found["exact"] is None and found["assumed"]["use_distributed_optimizer"] is True and found["unknown"] == {}
+    again = judged(tmp_path, SLIME.replace("instances 2", "instances 2 --num-distributed-optimizer-instances 4"))
+    assert again["unknown"]["num_distributed_optimizer_instances"] == "given twice"
 
 
 def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_open(tmp_path: Path) -> None:

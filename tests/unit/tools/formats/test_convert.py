@@ -421,6 +421,8 @@ def test_assess_takes_a_folder_of_rollouts(tmp_path: Path, capsys: pytest.Captur
     assert "homes alone are tried. 4 ranks: the busiest rank has" in shown
     assert main(["assess", str(tmp_path), "--ranks", "3", "--experts", "18"]) == 0, "two were never chosen"
     assert "3 ranks: the busiest rank has" in " ".join(capsys.readouterr().out.split())
+    assert main(["assess", str(tmp_path), "--ranks", "4", "--experts", "8"]) == 2
+    assert "has tokens of 16" in capsys.readouterr().err
 
 
 # -- 61 layers meet 58: leading dense layers are left out, put back, or asked for; never taken for MoE layers
