@@ -1,5 +1,4 @@
-"""A layer takes few launches, fewer with kernels, and makes the host wait once: on a GPU each operation is a launch. A
-call crosses few files."""
+"""A layer takes few launches, fewer with kernels, and makes the host wait once: a call crosses few files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Real optimizers in an attached job: either moved experts train as static ones, to the bit, or one line says why not.
 
-    python tests/support/optimizer_table.py [PACKAGE ...]
+    PYTHONPATH=tests python tests/support/optimizer_table.py [PACKAGE ...]
 
 runs all that the named packages (default: those that are installed) have, and prints a line for each.
 """
