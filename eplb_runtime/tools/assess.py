@@ -35,8 +35,7 @@ DEFAULT_INTERVALS, FEW_INTERVALS, SHORT_INTERVAL = 20, 5, 10
 STEP_CHOICES = 65536
 """(token, choice) pairs of a rank in a step and a layer: 8,192 tokens that go to eight experts each."""
 STEP_SECONDS, STALL_SECONDS = 1.0, 0.05
-CPU_BANDWIDTH = 1e9
-"""Bytes/s between the ranks of a job on CPUs."""
+CPU_BANDWIDTH = 1e9  # bytes/s between the ranks of a job on CPUs
 
 
 @dataclass(frozen=True)

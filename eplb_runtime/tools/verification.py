@@ -45,8 +45,8 @@ EXACT, TINY, _LEAST = 0.01, 1e-5, 1e-300
 """Relative distances up to which a factor is a number, and a difference of bits looks like one of rounding; the last
 stands for 0 below a fraction."""
 SHARES = (
-    "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
-    "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
+    "gradients of {} are {:.3g} times as large as the experts': average gradients over ranks once, on all ranks alike "
+    "(DDP, or dense_gradients='allreduce'), and do not divide the loss by a number of ranks"
 )
 DIFFERENCE, CLOSENESS = ("step", "tensor", "expert", "rank", "hint"), ("equal", "worst", "tensor", "step", "steps")
 """Keys of the first difference of bits, and of a comparison to rounding."""
@@ -165,9 +165,11 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 def untrained(run: Run) -> Iterator[str]:
     """Yield a sentence if experts have gradients after the last step and no step has changed any of these weights, and
-    one if that is so of all other weights with gradients."""
+    one if that is so of all other weights with gradients; or one if nothing has a gradient."""
     first, last = run.step(0).cells, run.step(run.length).cells
     trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
+    if not trained:
+        yield "no weight has a gradient after the last step: is it gone before the optimizer's step?"
     for is_expert in (True, False):
         keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
         if keys and all(first[key].same_bits(last[key]) for key in keys):

@@ -22,7 +22,7 @@ from eplb_runtime.hosts.attaching import trial
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.replicas.sync import ReplicaSync
-from eplb_runtime.tools.verification import Report, Run, proof, shares
+from eplb_runtime.tools.verification import Report, Run, proof, shares, untrained
 
 KEPT: dict[str, torch.Tensor] = {}
 
@@ -180,14 +180,12 @@ def ended(folder: Path, steps: int, failure: str = "", digest: int = 0) -> Run:
     return Run(folder, {"commits": 1}, failure)
 
 
-FAILED = "exit status 1"
-
-
-@pytest.mark.parametrize(("moved", "verdict"), [((2, FAILED), "wrong"), ((2,), "unknown"), ((3, "", 1), "unknown")])
+@pytest.mark.parametrize(("moved", "verdict"), [((2, "failed"), "wrong"), ((2,), "unknown"), ((3, "", 1), "unknown")])
 def test_a_run_that_ends_sooner_is_wrong_only_by_homes(tmp_path: Path, moved: tuple[Any, ...], verdict: str) -> None:
-    runs = [ended(tmp_path / "1", 3), ended(tmp_path / "2", *moved), ended(tmp_path / "3", 2, FAILED)]
+    runs = [ended(tmp_path / "1", 3), ended(tmp_path / "2", *moved), ended(tmp_path / "3", 2, "failed")]
     report = proof(lambda _: runs.pop(0))
     assert report.verdict == verdict and "ended sooner" in report.reason
+    assert "no weight has a gradient" in next(untrained(ended(tmp_path / "4", 1)))
 
 
 def test_gradients_that_are_no_numbers_have_no_factor(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from .reading import MOST_EXPERTS, Content, expert_ids, first_line
 NAME = re.compile(r"router_trace_rank\d+\.jsonl")
 STAGE = "pre_dispatch"
 """Place in a layer where the choices were taken; lines of any other stage are left out."""
-MOST_BYTES = 64 << 30
-"""Of one rank's file, which is read line by line."""
+MOST_BYTES = 64 << 30  # of one rank's file, which is read line by line
 
 _Layer = tuple[bool, int, int]
 """In a multi-token prediction block or not, that block's index, and the layer's number in its block."""
