@@ -275,8 +275,8 @@ class Balancer:
         experts alone; RuntimeError: the framework's own optimizer clips."""
         if self.tensors.host_steps:
             raise RuntimeError(
-                "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
-                "expert once, wherever it is)"
+                "clip_grad_norm_: the framework's own optimizer clips the gradients of this model: set its clip option "
+                "instead (the norm counts each expert once, on whatever rank the expert is)"
             )
         with phase("clip"):
             self.optimizer_hooks.follow()
@@ -503,7 +503,7 @@ class Balancer:
         """Return this rank's channels, after opening a second one if there is none, so that two batches can exchange
         tokens at once (`moe.dispatch.channels`). RuntimeError: the job cannot have two. Collective, between steps."""
         if self.runtime.host_dispatches:
-            raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
+            raise RuntimeError("two batches at once need eplb's dispatch, not the framework's: run one after the other")
         if self.tensors.sliced and self.runtime.maps.replicas is not None:
             raise RuntimeError(
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "

@@ -18,7 +18,7 @@ from .runtime import ModelTensors
 class Wrong(Enum):
     """Why a call is refused; ``{what}`` is the call."""
 
-    CLOSED = "{what} after close(): experts stay where they are"
+    CLOSED = "{what} after close(): balancing has ended, and experts stay where they are; call it before close()"
     SUSPENDED = (
         "{what} while the balancer is suspended: load weights, gradients and optimizer state, then call "
         "balancer.resume() on every rank"

@@ -64,7 +64,7 @@ class PlannerProcess:
         Raises PlannerLost: there is no plan; RuntimeError: the planner failed, and its error is named."""
         with self._asking:
             if not self.is_ready(0.0):
-                _say_once("the planner is being compiled: until it is ready, homes alone move, by DeepSeek's rule")
+                _say_once("the planner is being compiled: meanwhile DeepSeek's algorithm plans (no replicas)")
                 return _homes_alone(load, topology, **terms)
             began, deadline = time.monotonic(), Timer(self._seconds, self._socket.shutdown, [socket.SHUT_RDWR])
             deadline.start()
@@ -93,7 +93,7 @@ class PlannerProcess:
             except (OSError, EOFError):
                 ended = self._end()
                 self._begin()
-                logger.warning("%s before it was ready; another one begins, and homes alone move until it is", ended)
+                logger.warning("%s; a new one starts, and DeepSeek's algorithm plans meanwhile (no replicas)", ended)
             return self._is_ready
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ at_least_one = _number(float, lambda value: 1 <= value < float("inf"), "max / me
 share = _number(float, lambda value: 0 < value <= 1, "a share above 0, up to 1")
 DENSE = "leading layers without experts, which SGLang and TensorRT-LLM number too"
 DENSE_LAYERS = option("--dense-layers", "N", not_negative, DENSE)
-MORE_EXPERTS = option("--experts", "N", positive, "of a layer, where the file's last ones were never chosen")
+MORE_EXPERTS = option("--experts", "N", positive, "experts in a layer, if the last ones have no tokens in the file")
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

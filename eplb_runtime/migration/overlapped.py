@@ -281,7 +281,7 @@ class Overlapped:
             self._engine.finish(flight.posted)
             flight.committed = True
         if replicas is not None:
-            with self._engine.unfailing(f"copies of layer {flight.layer} are of experts as they were"):
+            with self._engine.unfailing(f"replicas of MoE layer {flight.layer} still have their old weights"):
                 replicas.refresh([flight.layer])
 
     def _open_rounds(self) -> MigrationProgress:

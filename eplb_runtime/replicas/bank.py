@@ -140,7 +140,7 @@ class ReplicaBank:
             if _shares_storage(parameter, slots):
                 if slots.untyped_storage().nbytes() < slots.nbytes:
                     raise RuntimeError(
-                        "weights of experts were loaded into memory that replicas lie in, and cut it short"
+                        "the storage of expert weights was resized without room for replicas: assign parameter.data"
                     )
             else:
                 if parameter.device != slots.device:
@@ -161,9 +161,9 @@ class ReplicaBank:
         if parameter.grad is None or not local(parameter.grad).any():
             return True
         raise RuntimeError(
-            "gradients of experts were rewritten (clipped or scaled by hand) while copies held a part of them back: "
+            "gradients of experts were changed (clipped or scaled by hand) before those of replicas were added: "
             + (
-                "with fully_shard they do until balancer.reduce_gradients(), so call that first"
+                "with fully_shard balancer.reduce_gradients() adds them, so call that first"
                 if self.is_sliced
                 else "call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
             )

@@ -45,8 +45,8 @@ EXACT, TINY, _LEAST = 0.01, 1e-5, 1e-300
 """Relative distances up to which a factor is a number, and a difference of bits looks like one of rounding; the last
 stands for 0 below a fraction."""
 SHARES = (
-    "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
-    "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
+    "gradients of {} are {:.3g} times as large as the experts': average gradients over ranks once, on all ranks alike "
+    "(DDP, or dense_gradients='allreduce'), and do not divide the loss by a number of ranks"
 )
 DIFFERENCE, CLOSENESS = ("step", "tensor", "expert", "rank", "hint"), ("equal", "worst", "tensor", "step", "steps")
 """Keys of the first difference of bits, and of a comparison to rounding."""

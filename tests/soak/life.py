@@ -44,7 +44,7 @@ HANG_SECONDS = 120.0
 """A step takes less, however busy the machine is."""
 LEAST_SAMPLES = 12
 """Of what a process holds; with fewer nothing is said."""
-STALE_COPIES = "are of experts as they were"
+STALE_COPIES = "still have their old weights"
 TOLERANCE = 1e-10
 """Relative, with copies, in float64."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
