@@ -63,12 +63,8 @@ class AroundAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one optimizer.
-
-    Args:
-        way: ``"to the bit"``, ``"refused"``, ``"stays"``, ``"differs"``, ``"random"`` or ``"not run"``.
-        line: that says why, of ours or, where it does not run, its own.
-    """
+    """What came of one optimizer: ``"to the bit"``, ``"refused"``, ``"stays"``, ``"differs"``, ``"random"`` or ``"not
+    run"``, and the line that says why, of ours or, where it does not run, its own."""
 
     way: str
     line: str = ""
