@@ -72,7 +72,7 @@ class ReplicaSync:
 
     def free(self) -> int:
         """Free the memory of replicas and their gradients; return the freed bytes. Waits for transfers under way first,
-        and drops all plans. No gradient may be held back. Sets ``is_freed``: until `take` a forward raises."""
+        and drops all plans and gradients that are held back. Sets ``is_freed``: until `take` a forward raises."""
         self.wait_all()
         self.abandon()
         self.is_freed = True
