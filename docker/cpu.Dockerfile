@@ -1,7 +1,7 @@
 # eplb_runtime without a GPU: the demo, the tests' machine, planning and reports. From the project's root:
 #   docker build -f docker/cpu.Dockerfile -t eplb-runtime-cpu .
 #   docker run --rm eplb-runtime-cpu                                             # the demo: bash launch/demo.sh
-#   docker run --rm eplb-runtime-cpu .venv/bin/eplb-runtime simulate sample --ranks 8
+#   docker run --rm eplb-runtime-cpu .venv/bin/eplb-runtime assess sample --ranks 8
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 FROM ${BASE_IMAGE}
 

@@ -44,8 +44,7 @@ class Event:
         return {"event": self.name, **kept}
 
     def brief(self) -> str:
-        """Return a line that says what happened: here names and values of the fields but ``step``, without names where
-        values are strings."""
+        """Return a line that says what happened: here the fields but ``step``, strings without their names."""
         told = [(own.name.replace("_", " "), getattr(self, own.name)) for own in fields(self)[1:]]
         return ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in told if value != ())
 
@@ -127,9 +126,10 @@ class RebalanceCommitted(Event):
     """Experts moved; every rank holds the new placement. Bytes are those this rank received.
 
     ``placed_replicas``: replica slots, over all ranks, that hold another expert than before. ``phase_seconds``: what
-    this rank spent in each part (``prepare post transfer verify maps vote commit``). For listeners: ``placement``, the
-    current one; ``transfers``, int64 ``[M, 4]``, layer, expert, source and destination slot of each expert that
-    was sent; ``expert_bytes``, of an expert with its state in each layer.
+    this rank spent in each part (``prepare post transfer verify maps vote commit``). ``left_layers``: those that later
+    commits of the same rebalance are to change, as with overlap. For listeners: ``placement``, the current one;
+    ``transfers``, int64 ``[M, 4]``, layer, expert, source and destination slot of each expert that was sent;
+    ``expert_bytes``, of an expert with its state in each layer.
     """
 
     epoch: int
@@ -142,6 +142,7 @@ class RebalanceCommitted(Event):
     transfers: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     expert_bytes: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     placed_replicas: int = 0
+    left_layers: tuple[int, ...] = ()
 
     def brief(self) -> str:
         moved = [f"{counted(self.moved_experts, 'expert')} moved"] if self.moved_experts else []
@@ -243,8 +244,7 @@ class EventLog:
 
     def subscribe(self, listener: Callable[[Event], None]) -> None:
         """Call ``listener`` with each event from now on, on a thread of its own, and log what it raises. While
-        `MOST_WAITING` events wait for it, new ones are dropped for this listener: `left_out` counts them, and a warning
-        is logged once."""
+        `MOST_WAITING` events wait for it, new ones are dropped for it (`left_out` counts them), with one warning."""
         thread = Worker("eplb_runtime listener", self._begin)
         warn = cache(lambda: logger.warning("the event listener %r is too slow and misses events", listener))
         self._threads.append(thread)

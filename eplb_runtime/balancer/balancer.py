@@ -123,6 +123,7 @@ class Balancer:
         measured, dropped = events.of_type(LoadMeasured), len(events.of_type(RebalanceAborted))
         committed = [event for event in events if isinstance(event, RebalanceCommitted)]
         moved, pause = sum(event.moved_experts for event in committed), sum(event.pause_seconds for event in committed)
+        whole = sum(not event.left_layers for event in committed)
         placed = counted(sum(event.placed_replicas for event in committed), "replica")
         cadence = f"a decision every {config.interval} steps" if config.interval else "decisions by rebalance() alone"
         rows = [
@@ -132,7 +133,7 @@ class Balancer:
             ("policy", f"{config.policy}, {cadence}, gate {config.gate}"),
             ("placement", f"epoch {placement.epoch}, {(placement.copy_count - 1).sum()} replicas, at step {steps}"),
             ("measured last", measured[-1].brief() if measured else "nothing yet"),
-            ("rebalances", f"{len(committed)}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
+            ("rebalances", f"{whole}, {counted(moved, 'expert')} moved, {placed} placed, {pause:.3g} s pause"),
             ("dropped", str(dropped)),
         ]
         return text_table(("balancer", ""), rows)
@@ -274,8 +275,8 @@ class Balancer:
         experts alone; RuntimeError: the framework's own optimizer clips."""
         if self.tensors.host_steps:
             raise RuntimeError(
-                "clip_grad_norm_ of gradients that the framework's own optimizer keeps: let that clip (it counts each "
-                "expert once, wherever it is)"
+                "clip_grad_norm_: the framework's own optimizer clips the gradients of this model: set its clip option "
+                "instead (the norm counts each expert once, on whatever rank the expert is)"
             )
         with phase("clip"):
             self.optimizer_hooks.follow()
@@ -502,7 +503,7 @@ class Balancer:
         """Return this rank's channels, after opening a second one if there is none, so that two batches can exchange
         tokens at once (`moe.dispatch.channels`). RuntimeError: the job cannot have two. Collective, between steps."""
         if self.runtime.host_dispatches:
-            raise RuntimeError("two batches at once need our own dispatch, and the framework carries tokens itself")
+            raise RuntimeError("two batches at once need eplb's dispatch, not the framework's: run one after the other")
         if self.tensors.sliced and self.runtime.maps.replicas is not None:
             raise RuntimeError(
                 "whole copies of experts that fully_shard slices are gathered for one layer at a time, and two batches "
@@ -523,8 +524,8 @@ class Balancer:
         self._stream.end(what)
 
     def _move_all(self, target: Placement, what: str) -> None:
-        """Migrate while training waits; RuntimeError: the migration was dropped."""
-        if np.array_equal(self.placement.physical_to_logical, target.physical_to_logical):
+        """Migrate while training waits; nothing once closed. RuntimeError: the migration was dropped."""
+        if self.closed or np.array_equal(self.placement.physical_to_logical, target.physical_to_logical):
             return
         progress = self.rebalancer.migrate_to(target)
         self._stream.end("the end of logical_order()")

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..distributed.consensus import Agreement, Phase, Probe, maxima
 from ..distributed.control_channel import ConnectionLost
@@ -34,11 +33,8 @@ from .runtime import Runtime
 
 logger = logging.getLogger("eplb_runtime")
 
-SOURCE_MEMORY = 0.5
-"""Weight that older counts of token sources keep at each later decision."""
-
-PLANNING = 0.5
-"""Of the timeout, that other ranks wait for a plan."""
+SOURCE_MEMORY = 0.5  # weight that older counts of token sources keep at each later decision
+PLANNING = 0.5  # of the timeout, that other ranks wait for a plan
 _TRIES = 4  # plans that are asked for until one fits the longest pause; the last one does for certain
 
 
@@ -151,7 +147,7 @@ class PlanMaker:
             return measurement, None
         event = LoadMeasured(
             0,
-            self.steps_of(total, measurement),
+            measurement.steps,
             tuple(tuple(row_L.tolist()) for row_L in imbalance),
             measurement.step_seconds,
             self.share.value,
@@ -172,10 +168,6 @@ class PlanMaker:
         counted_NLE[topology.node_of(self._job.ep_rank)] = counted_LE
         dist.all_reduce(counted_NLE, group=group)
         return counted_NLE.numpy().astype(np.float64)
-
-    def steps_of(self, buckets: Tensor | NDArray[np.int64], measurement: Measurement) -> int:
-        """Return how many training steps buckets ``[T, L, E]`` cover."""
-        return len(buckets) * self._steps_per_bucket if self._steps_per_bucket else measurement.steps
 
     def plan(self, measurement: Measurement, total: NDArray[np.int64]) -> bytes:
         """Make a plan for the load in `history`, or the declared load, and return it as JSON. First earlier plans are
@@ -283,8 +275,7 @@ def decide(
     except DeclaredLoadError as error:
         return Decision(failure=str(error), finding=finding)
     if not total.any() and declared is None:
-        steps = maker.steps_of(total, measurement)
-        return Decision(failure=f"no token was counted in the last {steps} steps", finding=finding)
+        return Decision(failure=f"no token was counted in the last {measurement.steps} steps", finding=finding)
     home_bytes, token_bytes = maxima(torch.tensor([measurement.home_bytes, measurement.token_bytes]), group).tolist()
     measurement = replace(measurement, home_bytes=home_bytes, token_bytes=token_bytes, declared=declared)
     measured, problem = None, ""

@@ -34,7 +34,7 @@ FIRST_STEPS = 3
 """Steps after attach that are sampled completely, and in which ``guard="auto"`` raises."""
 MOST_NAMED = 8
 """Ranks in a line."""
-_BY_RANK = "set them alike on every rank (not by its own loss, norms of its experts or an if on the rank)"
+_BY_RANK = "set them by what all ranks share, not by a rank's own loss, the norm of its experts or its number"
 _BY_AVERAGING = "average gradients (dense_gradients='allreduce', or DDP after attach)"
 _BY_WRITING = {"gradients": "clip by balancer.clip_grad_norm_", "weights": "write weights on every rank alike"}
 _BY_AVERAGE = "write experts on every rank that has them, and leave averaging them to the balancer"
@@ -47,7 +47,7 @@ FACTS = (
     ("experts with the same ids", "edp_sets", _BY_AVERAGE),
 )
 """What is the same on ranks, the sets of these ranks in `Job`, and what to do where it is not."""
-_SKIPS = "let every rank make each step (eplb.GradScaler(balancer), not torch's; as many batches; nothing stuck)"
+_SKIPS = "every rank must make each step (equally many batches; eplb.GradScaler(balancer), not torch's)"
 _POLL_SECONDS = 0.02
 _TEXTS = 4
 """Facts ahead of those about tensors."""
@@ -194,7 +194,7 @@ class Guard(LoopHooks):
                     mend = mend or (_BY_WRITING[sample.what] if averaged else _BY_AVERAGING)
                 if odd:
                     listed = ", ".join(map(str, odd[:MOST_NAMED]))
-                    return f"{mend}: the {what} on rank {listed} differ from rank {here[0]}'s"
+                    return f"the {what} on rank {listed} differ from rank {here[0]}'s: {mend}"
         return ""
 
     def report(self, finding: str) -> None:
@@ -267,8 +267,8 @@ class Guard(LoopHooks):
                 while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
                     if time.monotonic() > deadline:
                         who = ", ".join(map(str, missing[:MOST_NAMED]))
-                        limit = f"within {groups.timeout_seconds:g} s, which is collective"
-                        return self.report(f"{_SKIPS}: rank {who} did not come to {where} {limit}")
+                        limit = f"within {groups.timeout_seconds:g} s"
+                        return self.report(f"rank {who} did not come to {where} {limit}: {_SKIPS}")
                     time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self.report(finding)
@@ -300,8 +300,8 @@ def why_misplaced(experts: Mapping[str, Tensor], optimizers: Sequence[Any]) -> s
     for name, parameter in experts.items() if optimizers else ():
         if parameter.requires_grad and (times := len(rates.get(id(parameter), ()))) != 1:
             return (
-                "make the optimizer of the parameters that are to be trained, then attach, and leave its groups and "
-                f"what is frozen alone: it holds {name} {times} times"
+                f"the optimizer must list each trained expert parameter once, but lists {name} {times} times: freeze "
+                "or unfreeze, make the optimizer and attach, in this order"
             )
     return ""
 
@@ -322,8 +322,8 @@ def why_not_stepped(before: Sequence[Snapshot], optimizers: Sequence[Any], skipp
         gradient = p.grad if p.grad is not None and p.grad.layout is torch.strided else None
         if is_as_before and gradient is not None and id(p) not in skipped and _elements(gradient).any():
             return (
-                "use an optimizer that steps all that it lists, on every rank (ZeroRedundancyOptimizer does not): its "
-                f"step does not write {name}, which has a gradient"
+                f"optimizer.step() did not change {name}, which has a gradient: use an optimizer that updates all "
+                "its parameters on every rank (not ZeroRedundancyOptimizer)"
             )
     return ""
 

@@ -18,7 +18,7 @@ from .runtime import ModelTensors
 class Wrong(Enum):
     """Why a call is refused; ``{what}`` is the call."""
 
-    CLOSED = "{what} after close(): experts stay where they are"
+    CLOSED = "{what} after close(): balancing has ended, and experts stay where they are; call it before close()"
     SUSPENDED = (
         "{what} while the balancer is suspended: load weights, gradients and optimizer state, then call "
         "balancer.resume() on every rank"
@@ -182,8 +182,7 @@ class LoopState:
         break off in different places, and must not differ in their commits."""
         for thread, of in [*self._running]:
             if thread == get_ident() and layers in (None, of):
-                for hook in self.hooks:
-                    hook.on_forward_end(of)
+                self.end_forward(of)
 
     @contextmanager
     def uninterrupted(self, schedule: str) -> Iterator[None]:

@@ -124,7 +124,7 @@ def restore(state: Mapping[str, Any], runtime: Runtime, rebalancer: Rebalancer) 
     try:  # what all had counted goes on on one rank
         history, share = rebalancer.decisions.history, int(runtime.job.is_planner)
         resume_load(state.get("load") or {}, history, runtime.counter, share)
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         logger.warning("%s; forecasts start from scratch", error)
 
 

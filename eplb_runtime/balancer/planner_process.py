@@ -4,21 +4,22 @@ The child imports no torch. It compiles the planner, or reads compiled code from
 over a pair of sockets: a line of JSON, and arrays in NumPy's format.
 """
 
+import faulthandler
 import io
 import json
 import logging
 import os
 import socket
-import struct
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import RLock
+from threading import RLock, Timer
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,7 @@ from ..utils.jit import note_compiled
 logger = logging.getLogger("eplb_runtime")
 _say_once = cache(logger.info)
 
-SECONDS = 5.0
-"""Period in which a child looks whether its parent lives; the longest wait for a child that was killed."""
+SECONDS = 5.0  # from one look of a child whether its parent lives to the next; the longest wait for a killed child
 
 _VALUES: dict[str, Any] = {"Placement": Placement.from_json, "Topology": Topology, "CostModel": CostModel}
 
@@ -53,8 +53,7 @@ class PlannerProcess:
     _is_ready = False
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._owner = os.getpid()
+        self._seconds, self._owner = seconds, os.getpid()
         self._asking = RLock()
         self._closed = False
         self._begin()
@@ -65,17 +64,21 @@ class PlannerProcess:
         Raises PlannerLost: there is no plan; RuntimeError: the planner failed, and its error is named."""
         with self._asking:
             if not self.is_ready(0.0):
-                _say_once("the planner is being compiled: until it is ready, homes alone move, by DeepSeek's rule")
+                _say_once("the planner is being compiled: meanwhile DeepSeek's algorithm plans (no replicas)")
                 return _homes_alone(load, topology, **terms)
+            began, deadline = time.monotonic(), Timer(self._seconds, self._socket.shutdown, [socket.SHUT_RDWR])
+            deadline.start()
             try:
                 self._connection.send_bytes(encode({"load": load, "topology": topology, **terms}))
-                if not self._connection.poll(self._seconds):
-                    raise BlockingIOError
                 answer = decode(self._connection.recv_bytes())
-            except (OSError, EOFError) as error:
-                why, late = self._end(), isinstance(error, BlockingIOError)
+            except (OSError, EOFError):
+                answer = {}
+            deadline.cancel()
+            deadline.join()
+            if not answer:
+                why, late = self._end(), time.monotonic() - began >= self._seconds
                 self._begin()
-                raise PlannerLost(f"the planner took longer than {self._seconds:g} s" if late else why) from None
+                raise PlannerLost(f"the planner took longer than {self._seconds:g} s" if late else why)
         if "failure" in answer:
             raise RuntimeError(answer["failure"])
         return Plan(**answer)
@@ -90,7 +93,7 @@ class PlannerProcess:
             except (OSError, EOFError):
                 ended = self._end()
                 self._begin()
-                logger.warning("%s before it was ready; another one begins, and homes alone move until it is", ended)
+                logger.warning("%s; a new one starts, and DeepSeek's algorithm plans meanwhile (no replicas)", ended)
             return self._is_ready
 
     def close(self) -> None:
@@ -112,17 +115,14 @@ class PlannerProcess:
         self._is_ready = False
         if self._closed:
             raise PlannerLost("the planner process is closed")
-        own, other = socket.socketpair()
-        for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            own.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(self._seconds) + 1, 0))
-        self._connection = Connection(own.detach())
+        self._socket, other = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {"NUMBA_OPT": "1", **os.environ}  # compiles in a seventh less time
-        environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with other, suppress(OSError):
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "eplb_runtime.balancer.planner_process"],
-                env=environment,
+                [sys.executable, "-P", "-m", "eplb_runtime.balancer.planner_process", str(self._seconds)],
+                env={"NUMBA_OPT": "1", **os.environ, **settings},  # compiles in a seventh less time
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -132,6 +132,7 @@ class PlannerProcess:
     def _end(self) -> str:
         """End the child. Returns how it ended; the status of one that died before is its own."""
         self._connection.close()
+        self._socket.close()
         process, self.process = self.process, None
         if process is None:
             return "no planner process could be started"
@@ -202,11 +203,13 @@ def main() -> None:
     while os.getppid() == parent:
         if connection.poll(SECONDS):
             question = decode(connection.recv_bytes())
+            faulthandler.dump_traceback_later(float(sys.argv[1]) + SECONDS, exit=True)  # its parent may be dead by then
             try:
                 made = plan(question.pop("load"), question.pop("topology"), **question)
                 answer = {field.name: getattr(made, field.name) for field in fields(made)}
             except Exception as error:
                 answer = {"failure": f"{type(error).__name__}: {error}"}
+            faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(encode(answer))
 
 

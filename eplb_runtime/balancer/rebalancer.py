@@ -428,7 +428,7 @@ class Rebalancer(LoopHooks):
         self._take_over(progress)
         if progress.only_between_steps:
             self._overlaps = False
-            what = "experts to which that happens migrate between steps, as without overlap"
+            what = "from now on experts migrate between steps, as with overlap=False"
             logger.warning("step %d: %s; %s", self.step, progress.cause, what)
             self._migrate(self._target)
 
@@ -515,7 +515,7 @@ class Rebalancer(LoopHooks):
             return
         self._pending = None
         self.drain()  # it would go on with staging memory of the old connections
-        logger.warning("step %d: the ranks connect again; nothing is rebalanced until they have: %s", self.step, cause)
+        logger.warning("step %d: balancing pauses until all ranks reconnect, training goes on: %s", self.step, cause)
         self._events.emit(BalancingPaused(self.step, cause))
         self.control.begin_reconnecting()
 
@@ -531,7 +531,7 @@ class Rebalancer(LoopHooks):
         self._events.emit(BalancingResumed(self.step, tries))
         same = self.compare(bytes.fromhex(self.placement().digest()), "reconnecting", "placement")
         if not same.commit and not same.connections_broken:
-            self._engine.broken = f"{same.cause}: they parted in a failure that was not agreed on; load a checkpoint"
+            self._engine.broken = f"{same.cause}: only some ranks committed a migration; load a checkpoint"
             self._events.emit(BalancingEnded(self.step, self._engine.broken))
             self.refuse_if_broken()
 

@@ -254,9 +254,9 @@ class ModelTensors:
             shared = {id(tensor) for tensor in (*wrapped._module_parameters, *wrapped.modules_buffers)}
             if not shared.isdisjoint(self._of_this_rank | set(map(id, self.replaced().values()))):
                 raise StructureError(
-                    "DistributedDataParallel averages parameters from before attach, or experts, of which each rank "
-                    "has others: attach first, then wrap the very module that was attached, and call "
-                    "balancer.register before; or set dense_gradients='allreduce'"
+                    "DistributedDataParallel would average experts, which differ between ranks, or parameters from "
+                    "before attach: attach, call balancer.register, and then wrap the attached module in "
+                    "DistributedDataParallel; or leave it out and set dense_gradients='allreduce'"
                 )
         for prefix, model in self._runtime.models.items() if thoroughly and not self.is_sharded else ():
             for name, parameter in model.named_parameters():

@@ -130,7 +130,7 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
         raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
     if not view.in_stages:
         left = {key.removeprefix("extra.") for key in saved.tensors.keys() - known.keys() if key.startswith("extra.")}
-        warn_of_left_out("balancer.register %s ahead of the load: the checkpoint has it, and it is left out", left)
+        warn_of_left_out("%s in the checkpoint is not loaded: call balancer.register for it before the load", left)
     states = _states(view, saved) if view.optimizers else {}
     of_states = [entry for name, state in states.items() for entry in view.state_entries(name, state)]
     for entry in (*known.values(), *of_states):

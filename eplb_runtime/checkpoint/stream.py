@@ -414,9 +414,9 @@ class Exporter:
         states = dict(zip(specs, outcome, strict=True))
         if wrong := [name for name, state in states.items() if state == 2]:
             raise ExportError(
-                f"verify_export: not the model's: {_first(wrong)}; where experts have moved, a walk by local index "
-                "(ep_rank * E/R + i) exports others: take balancer.named_logical_tensors(), walk inside "
-                "balancer.logical_order(), or let the walk be followed (launch/examples/rl_weights.py)"
+                f"verify_export: not equal to the model's: {_first(wrong)}; where experts have moved, numbers by rank "
+                "(ep_rank * E/R + i) name other experts: use balancer.named_logical_tensors(), export inside "
+                "balancer.logical_order(), or follow launch/examples/rl_weights.py"
             )
         if missing := [name for name, state in states.items() if not state and name in stream.experts]:
             raise ExportError(f"verify_export: experts that no rank has given: {_first(missing)}")

@@ -7,8 +7,10 @@ Rooms are imported by the command that needs them, so that ``--help`` is quick.
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .. import __version__
 from . import assess, bench, bubbles, convert, doctor, plan, report, simulate, trace, verify, warmup
@@ -25,21 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.verbose:  # warnings are always shown
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("eplb_runtime").setLevel(logging.INFO if parsed.verbose == 1 else logging.DEBUG)
+    with suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name may be no text
     try:
         status: int | None = parsed.run(parsed)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status or 0
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return complain("interrupted", 130)
     except MemoryError as error:
         return complain(f"not enough memory for this: {error or 'the load or the cluster is too large'}")
-    except OSError as error:
-        return complain(error)
-    except ValueError as error:
-        if not type(error).__module__.startswith("eplb_runtime."):  # of Python's or a library's own: a defect
+    except (OSError, ValueError) as error:
+        is_ours = type(error).__module__.startswith("eplb_runtime.")
+        if isinstance(error, ValueError) and not is_ours:  # of Python's or a library's own: a defect
             raise
         return complain(error)
 

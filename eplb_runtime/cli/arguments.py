@@ -97,12 +97,13 @@ def _number(kind: type, good: Callable[[Any], bool], wanted: str) -> Callable[[s
 
 positive = _number(int, lambda value: 0 < value < MOST, "a whole number above 0")
 not_negative = _number(int, lambda value: 0 <= value < MOST, "a whole number, 0 or more")
-positive_float = _number(float, lambda value: 0 < value < float("inf"), "a number above 0")
+two_or_more = _number(int, lambda value: 1 < value < MOST, "a whole number above 1")
+positive_float = _number(float, lambda value: 1 / MOST < value < MOST, "a number above 0, from 2**-53 to 2**53")
 at_least_one = _number(float, lambda value: 1 <= value < float("inf"), "max / mean rank load, 1 or more")
 share = _number(float, lambda value: 0 < value <= 1, "a share above 0, up to 1")
 DENSE = "leading layers without experts, which SGLang and TensorRT-LLM number too"
 DENSE_LAYERS = option("--dense-layers", "N", not_negative, DENSE)
-MORE_EXPERTS = option("--experts", "N", positive, "of a layer, where the file's last ones were never chosen")
+MORE_EXPERTS = option("--experts", "N", positive, "experts in a layer, if the last ones have no tokens in the file")
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

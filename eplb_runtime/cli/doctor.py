@@ -59,7 +59,7 @@ def _judge(path: str, arguments: argparse.Namespace) -> int:
     try:
         recipe = read_recipe(path)
         found = answer(recipe)
-    except (FileError, OSError) as error:
+    except FileError as error:
         return complain(error)
     if arguments.json:
         print_json(found)

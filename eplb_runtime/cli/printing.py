@@ -47,9 +47,8 @@ def _table(columns: Sequence[Sequence[str]]) -> Any:
 
 
 def shown(value: Any) -> str:
-    words = {None: "", True: "yes", False: "no"}
     if value is None or isinstance(value, bool):
-        return words[value]
+        return {None: "", True: "yes", False: "no"}[value]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -43,15 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _print_one(one: "Analysis", by_layer: bool) -> None:
     sent = one.communication
-    times = {
-        "span": one.span_us,
-        "busy": one.busy_us,
-        "computing": one.compute_us,
-        "communication": sent.us,
-        "  hidden under computing": sent.hidden_us,
-        "  exposed": sent.exposed_us,
-        "idle": one.idle_us,
-    }
+    times = {"span": one.span_us, "busy": one.busy_us, "computing": one.compute_us, "communication": sent.us}
+    times |= {"  hidden under computing": sent.hidden_us, "  exposed": sent.exposed_us, "idle": one.idle_us}
     rank = "" if one.rank is None else f", rank {one.rank}"
     rows = [{"": what, "us": _us(us), "of span": f"{us / (one.span_us or 1):.1%}"} for what, us in times.items()]
     print_table(f"{one.file}{rank} ({one.device.upper()})", rows)

@@ -8,7 +8,6 @@ exit status: 0 right, 1 wrong, 3 unknown, 2 bad input
 """
 
 import argparse
-import signal
 
 from .arguments import InputError, option, positive
 from .printing import print_json
@@ -21,13 +20,12 @@ STATUS = {"right": 0, "wrong": 1, "unknown": 3}
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..tools.launch import end_on_signals
     from ..tools.verification import verify_command
 
     if not arguments.job:
         raise InputError("verify needs the command that trains: eplb-runtime verify -- torchrun ... train.py")
-    is_ours = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # which nohup sets
-    for one in (signal.SIGTERM, signal.SIGHUP)[: 1 + is_ours]:  # the job ends, and its folder goes
-        signal.signal(one, signal.default_int_handler)
+    end_on_signals()  # the job ends, and its folder goes
     report = verify_command(arguments.job, arguments.steps)
     print_json(report.to_dict()) if arguments.json else print(report)
     return STATUS[report.verdict]

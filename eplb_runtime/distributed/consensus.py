@@ -195,8 +195,8 @@ def barrier(
             raise problem
         if patient and not store.wait(key, soon := min(seconds, _SOON_SECONDS)):
             if rank == next(one for one in everyone if store.word_of(f"{key}/{one}")):
-                late = f"{missing_at(store, key, everyone)}, which has not come for {soon:g} s"
-                logger.warning("%s waits for rank %s: it is not as far, or has ended: see its log", what, late)
+                late = f"{missing_at(store, key, everyone)}, which is slower or has ended: see the log of that rank"
+                logger.warning("%s has waited %g s for rank %s", what, soon, late)
             seconds = world.timeout.total_seconds()  # type: ignore[attr-defined]
         cause, not_come = outcome_of(store, key, everyone, seconds, f"to {what} ")
         if problem is not None:
@@ -400,7 +400,7 @@ class Agreement:
                     ballot.settle(replace(own, commit=False))
                 # For another thread of this rank, which has refused or is in a meeting, or for an answer that may come.
                 elif not ballot.wait(_PAUSE_SECONDS) and time.monotonic() - began > self._most_seconds:
-                    raise InDoubt("this rank has said yes to a migration, and cannot learn what became of it") from None
+                    raise InDoubt("the launcher's store does not say whether the ranks committed a migration") from None
         return ballot.verdict
 
     def record(self, key: str, verdict: Verdict) -> Verdict:

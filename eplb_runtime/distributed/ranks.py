@@ -219,7 +219,7 @@ def _layers_of_stage(said: dict[int, Ranks], layers_of_ranks: Sequence[Sequence[
     together = sorted({tuple(one.stages) for one in said.values()})
     held = sorted(stage for stages in together for stage in stages)
     if held != list(range(len(layers))) or any(list(stages) != sorted(stages) for stages in together):
-        raise GroupError(f"ranks hold the stages {together}: each from 0 on, ascending and always with the same others")
+        raise GroupError(f"Ranks(stages=) give stages {together}: number them from 0, ascending, each in one list only")
     return tuple(layers[stage] for stage in range(len(layers)))
 
 
@@ -231,8 +231,8 @@ def _ep_sets(said: dict[int, Ranks]) -> tuple[tuple[int, ...], ...]:
     for (ep, stages), together in members.items():
         if ep and together != list(ep):
             raise GroupError(
-                f"the EP groups do not partition the ranks {list(said)} of the job: of the group {list(ep)}, ranks "
-                f"{together} name it and have the pipeline stages {list(stages)}"
+                f"the ranks of EP group {list(ep)} must all name this group and the same pipeline stages, and no other "
+                f"rank may: ranks {together} name it, with stages {list(stages)}"
             )
     sets = sorted(map(tuple, members.values()))
     if len({len(ranks) for ranks in sets}) > 1:

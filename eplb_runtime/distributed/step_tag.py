@@ -50,8 +50,8 @@ class ForwardTag(threading.local):
         if not ((tags ^ own) & ~_PLACEMENT).any():
             others = ", ".join(str(rank) for rank, tag in zip(self._ranks, tags, strict=True) if tag != own)
             raise OutOfStepError(
-                f"ranks have parted: rank {self._rank} and rank {others} have different placements of MoE layer "
-                f"{own >> 8 & 0xFFFF}, a migration was committed on some of them only; go back to a checkpoint"
+                f"rank {self._rank} and rank {others} have different placements of MoE layer {own >> 8 & 0xFFFF}: a "
+                "migration was committed on some ranks only; go back to a checkpoint"
             )
         places: dict[int, list[int]] = {}
         for rank, tag in zip(self._ranks, tags.tolist(), strict=True):

@@ -154,8 +154,8 @@ def stack_experts(model: nn.Module, layers: Sequence[MoE]) -> None:
         setattr(model.get_submodule(owner), own_name, stacked)
     if made and not (dist.is_initialized() and dist.get_rank()):
         flat = next((name for name, parameter in made[0][1].named_parameters() if parameter.ndim == 2), "")
-        groups = f"; {flat} has two dimensions now: choose what decays by name, not by dimensions" if flat else ""
-        logger.warning("experts are stacked: momentum and decay go on for those without tokens, too%s", groups)
+        groups = f"; {flat} has 2 dimensions now: choose by name, not by ndim, which parameters decay" if flat else ""
+        logger.warning("experts are stacked: momentum and weight decay change experts without tokens, too%s", groups)
 
 
 class StackedExperts(nn.Module):
@@ -368,9 +368,9 @@ def _check_same_results(name: str, experts: nn.ModuleList, template: nn.Module) 
                     results.append(functional_call(module.train(training), given, (rows,)))
                 if not same_to_rounding(*results):
                     raise AttachError(
-                        f"{name}.{number} gives other results for the same rows than {name}.0 gives with the weights "
-                        f"of {name}.{number}, and one of them computes all once they are stacked: make them equal, or "
-                        "keep tensors [E, ...] and say by MoE(..., compute=) how rows run through them"
+                        f"{name}.{number} gives other results than {name}.0 with the same weights and rows, but all "
+                        f"stacked experts run the code of {name}.0: make the modules equal, or keep tensors [E, ...] "
+                        "and say by MoE(..., compute=) how rows run through them"
                     )
 
 

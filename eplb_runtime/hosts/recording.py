@@ -1,6 +1,7 @@
 """``record``: the load of a model as it is, with the experts where they are."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -56,9 +57,8 @@ def record(
         RuntimeError: a rank did not come.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    recorder, whole = None, nn.Module()
+    undo, group, recorder, whole, optimizer = ExitStack(), None, None, nn.Module(), unwrapped(optimizer)
     problem: Exception | None = None
-    optimizer = unwrapped(optimizer)
     try:
         one = model[0] if isinstance(model, Sequence) and len(model) == 1 else model  # as Megatron's get_model gives it
         if not isinstance(one, nn.Module):
@@ -77,42 +77,43 @@ def record(
             raise AttachError(f"layers have different numbers of experts ({sorted(sizes)}): name equal ones by layers=")
         if alone or dist.get_rank() == 0:
             recorder = Recorder(Path(run), len(found.layers), max(sizes), _job(found, interval))
+            undo.callback(recorder.close)
     except FileError as error:
         problem = AttachError(str(error))
     except OSError as error:
         problem = AttachError(f"{run} cannot be written to: {error.strerror or error}")
     except Exception as error:
         problem = error
-    group = None
     if alone and problem is not None:
         raise problem
-    if not alone:
-        everyone = list(range(dist.get_world_size()))
-        wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
-        # A gloo group of our own: sums are taken on a thread during training.
-        store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
-        name, timeout = name_of_job(store, everyone, dist.get_rank()), dist.distributed_c10d.default_pg_timeout
-        group = make_group(store, f"{name}/record", everyone, dist.get_rank(), "gloo", timeout, "eplb_runtime record")
-        mine = torch.tensor([len(found.layers), *sizes, interval]).numpy().tobytes()
-        if odd := all_equal(mine, "number of layers, number of experts or interval", group):
-            raise AttachError(f"ranks record different models: {odd}")
-    recording = Recording(
-        whole,
-        [layer.watch for layer in found.layers if layer.watch is not None],
-        *sizes,
-        interval=interval,
-        device=next(whole.parameters()).device,
-        recorder=recorder,
-        group=group,
-        real_tokens=found.real_tokens,
-        in_training_only=optimizer is not None,
-        optimizer_bytes=lambda: 0 if optimizer is None else max(_optimizer_bytes(o, optimizer) for o in found.layers),
-    )
+    with undo:
+        if not alone:
+            everyone, rank = list(range(dist.get_world_size())), dist.get_rank()
+            wait_for_ranks(everyone, "record", 30.0, problem, patient=True)
+            # A gloo group of our own: sums are taken on a thread during training.
+            store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
+            name, timeout = name_of_job(store, everyone, rank), dist.distributed_c10d.default_pg_timeout
+            group = make_group(store, f"{name}/record", everyone, rank, "gloo", timeout, "eplb_runtime record")
+            undo.callback(forget_group, group)
+            mine = torch.tensor([len(found.layers), *sizes, interval]).numpy().tobytes()
+            if odd := all_equal(mine, "number of layers, number of experts or interval", group):
+                raise AttachError(f"ranks record different models: {odd}")
+        recording = Recording(
+            whole,
+            [layer.watch for layer in found.layers if layer.watch is not None],
+            *sizes,
+            interval=interval,
+            device=next(whole.parameters()).device,
+            recorder=recorder,
+            group=group,
+            real_tokens=found.real_tokens,
+            in_training_only=optimizer is not None,
+            optimizer_bytes=lambda: 0 if optimizer is None else max(_state_bytes(o, optimizer) for o in found.layers),
+        )
+        recording.until_closed(undo.pop_all().close)
     recording.until_closed(found.watch_batches())
     recorded.add(whole)
     recording.until_closed(lambda: recorded.discard(whole))
-    if group is not None:
-        recording.until_closed(lambda: forget_group(group))
     if optimizer is not None:
         recording.until_closed(optimizer.register_step_post_hook(lambda *_: recording.step()).remove)
     return recording
@@ -136,7 +137,7 @@ def _job(found: HostModel, interval: int) -> RecordedJob:
     )
 
 
-def _optimizer_bytes(layer: MoELayer, optimizer: torch.optim.Optimizer) -> int:
+def _state_bytes(layer: MoELayer, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of one expert's optimizer state; without scalars, as step counts are."""
     states = (optimizer.state.get(weight, {}).values() for weight in layer.experts.parameters())
     tensors = [tensor for state in states for tensor in state if isinstance(tensor, Tensor) and tensor.ndim]

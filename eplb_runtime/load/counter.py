@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .series import LONGEST, decode, encode
+from .series import decode, encode
 
 logger = logging.getLogger("eplb_runtime")
 
@@ -154,9 +154,9 @@ def resume_load(state: Mapping[str, Any], history: deque[NDArray[np.int64]], cou
     if state.get("steps_per_bucket") != counter.steps_per_bucket:
         logger.info("the saved load was measured at another interval; forecasts start from scratch")
         return
-    sizes = (*counter.counts.shape, history.maxlen or LONGEST)
-    rows = decode(state["history"], *sizes) if "history" in state else ()
+    shape = counter.counts.shape
+    rows = decode(state["history"], *shape) if "history" in state else ()
     if "open" in state:
-        counter.resume(torch.from_numpy(decode(state["open"], *sizes)) * share, int(state["open_steps"]))
+        counter.resume(torch.from_numpy(decode(state["open"], *shape)) * share, int(state["open_steps"]))
     history.clear()
     history.extend(rows)

@@ -107,7 +107,7 @@ def read_series(folder: Path) -> tuple[NDArray[np.int64], list[int], RecordedJob
                 continue
             if broken:
                 raise ValueError(f"the one before, line {broken}, is not JSON")
-            windows.append(decode(line, *shape, LONGEST))
+            windows.append(decode(line, *shape))
             if type(line["steps"]) is not int or not 0 < line["steps"] < _MOST:
                 raise ValueError(f"steps is {line['steps']!r}: a window is of 1 or more training steps")
         except (ValueError, KeyError, TypeError) as error:
@@ -131,8 +131,8 @@ def encode(load: NDArray[np.int64], level: int = -1) -> dict[str, Any]:
     return {"shape": list(load.shape), "data": base64.b64encode(data).decode()}
 
 
-def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> NDArray[np.int64]:
-    """Return the newest ``most_windows``, at most, that `encode` was given. ValueError: damaged, or another L or E."""
+def decode(saved: Any, num_layers: int, num_experts: int) -> NDArray[np.int64]:
+    """Return what `encode` was given. ValueError: damaged, or another L or E."""
     try:
         windows, layers, experts = (int(length) for length in saved["shape"])
         data = base64.b64decode(saved["data"], validate=True)
@@ -144,8 +144,7 @@ def decode(saved: Any, num_layers: int, num_experts: int, most_windows: int) -> 
         raise ValueError(f"the saved load cannot be read: {type(error).__name__}: {error}") from None
     if len(raw) != nbytes:
         raise ValueError("the saved load has another size than it says")
-    load = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
-    return load[max(0, windows - most_windows) :]
+    return np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(windows, layers, experts)
 
 
 def _entry(job: RecordedJob | None) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def _known_of_job(line: Any) -> dict[str, Any]:
     known = {}
     for entry in fields(RecordedJob) if isinstance(said, dict) else ():
         kind, value = type(entry.default), said.get(entry.name)
-        if type(value) is kind is str or (kind is not str and type(value) in (int, kind) and 0 < value < _MOST):
+        if type(value) is kind is str or (kind is not str and type(value) in (int, kind) and 1 / _MOST < value < _MOST):
             known[entry.name] = value
     return known
 

@@ -29,7 +29,7 @@ from .schedule import Round, TransferSchedule, make_schedule
 
 logger = logging.getLogger("eplb_runtime")
 
-_MISPLACED = "experts on this rank are in other slots than the other ranks have for them"
+_MISPLACED = "this rank's experts may not match the placement that the other ranks use"
 
 Formats = tuple[Mapping[int, RecordFormat], str]
 """Record formats by layer, and why there are none."""
@@ -129,6 +129,7 @@ class MigrationProgress:
             transfers=np.concatenate([round_.transfers for round_ in self.rounds]),
             expert_bytes=self.record_bytes,
             placed_replicas=int(((replicas_LRK != before.replicas_LRK) & (replicas_LRK != EMPTY)).sum()),
+            left_layers=self.left_layers,
         )
 
 
@@ -370,7 +371,7 @@ class MigrationEngine:
             if self.broken:
                 raise  # from further inside
             self.broken = (
-                f"{what}: a migration failed here after all had agreed to it ({type(error).__name__}: {error}); "
+                f"{what}: a migration failed here after all ranks had voted for it ({type(error).__name__}: {error}); "
                 "go back to a checkpoint"
             )
             logger.critical("%s", self.broken)

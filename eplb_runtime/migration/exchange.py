@@ -82,9 +82,12 @@ def agree_on_records(
     formats, problem = found
     # A row for every layer, whatever this rank believes will change: messages of other sizes would end the process.
     mine_L5 = np.zeros((num_layers, 5), dtype=np.int64)
-    for layer, record_format in formats.items():
-        digests = _digest(record_format, device) + (record_format.state_digest() or bytes(16))
-        mine_L5[layer] = [*np.frombuffer(digests, dtype=np.int64), record_format.nbytes]
+    try:
+        for layer, record_format in formats.items():
+            digests = _digest(record_format, device) + (record_format.state_digest() or bytes(16))
+            mine_L5[layer] = [*np.frombuffer(digests, dtype=np.int64), record_format.nbytes]
+    except Exception as error:  # the others wait for this rank
+        problem = f"{type(error).__name__}: {error}"
     try:
         words, cause = agreement.gather_words(mine_L5.tobytes(), problem)
     except RuntimeError as error:

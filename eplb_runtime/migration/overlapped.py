@@ -83,8 +83,6 @@ class Overlapped:
     Args:
         engine: of this rank; this driver is its only user during a migration.
         control: its thread transfers experts, and all else that uses the control group takes its turn there.
-        registry: the tensors that move.
-        maps: everything that follows the placement.
 
     Attributes:
         in_flight: whether a migration was begun and has not ended.
@@ -118,7 +116,7 @@ class Overlapped:
         self._late: dict[int, int] = {}
         self._flights: list[InFlightRound] = []
         self._as_sent: list[tuple[str, Tensor, int, Tensor | None]] = []
-        self._gate = threading.Event()
+        self._gate, self._begun = threading.Event(), False
         self._batches = 0
         self._pause = 0.0
 
@@ -164,7 +162,7 @@ class Overlapped:
 
     def forward_begins(self) -> None:
         """Let ranks vote as a forward of the model begins, but refuse rounds whose experts have been written."""
-        if self._flights and not self._gate.is_set():
+        if self._flights and not self._begun:
             with self._training_waits():
                 self._open_gate()
 
@@ -189,12 +187,13 @@ class Overlapped:
         if self._flights:
             with self._training_waits():
                 self._resolve_here("no forward of it came before the end of the step")
+                self._begun = True
                 self._gate.set()
 
     def current_placement(self) -> Placement:
-        """Return the placement after all commits so far, each an epoch. Waits for the verdict on layers that other
-        ranks hold, and refuses a round that has none in time. On every rank, at the same place."""
-        for flight in self._flights:
+        """Return the placement after all commits so far, each an epoch. Once a forward has begun, waits for the verdict
+        on layers that other ranks hold, and refuses a round without one in time. On every rank, at the same place."""
+        for flight in self._flights if self._begun else ():  # before it those ranks do not vote, and nothing commits
             if not flight.here:  # the ranks that hold the layer ask for it; here nothing moves
                 patience = self._timeout + A_LITTLE_SECONDS
                 self._resolve(flight, patience, "", "a rank waited for the others, and they did not come in time")
@@ -219,13 +218,14 @@ class Overlapped:
 
     def _open_gate(self) -> None:
         """Let ranks vote. Rounds whose experts were written or replaced since they were sent are refused before."""
-        if self._gate.is_set():
+        if self._begun:
             return
         name = self._written()
         written = name and f"{name} was written between the optimizer's step and the forward"
         for flight in self._flights:
             if flight.here and (problem := written or self._changed([flight.layer])):
                 self._refuse(flight, Verdict(False, problem, kind=WRITTEN))
+        self._begun = True
         self._gate.set()
 
     def _written(self) -> str:
@@ -281,7 +281,7 @@ class Overlapped:
             self._engine.finish(flight.posted)
             flight.committed = True
         if replicas is not None:
-            with self._engine.unfailing(f"copies of layer {flight.layer} are of experts as they were"):
+            with self._engine.unfailing(f"replicas of MoE layer {flight.layer} still have their old weights"):
                 replicas.refresh([flight.layer])
 
     def _open_rounds(self) -> MigrationProgress:
@@ -318,7 +318,7 @@ class Overlapped:
         for round_ in rounds:
             ballot = Ballot(f"{self._key}/{self._batches}/{round_.number}")
             flights.append(InFlightRound(round_, ballot, round_.layers[0] in held, patience))
-        self._gate, self._flights = gate, flights
+        self._gate, self._flights, self._begun = gate, flights, False
         here = [flight for flight in flights if flight.here]
         if problem := self._changed([flight.layer for flight in here]):
             for flight in here:
@@ -373,7 +373,6 @@ class Overlapped:
             progress,
             verdict=failed,
             failed_phase=None if failed.commit else Phase.STAGED,
-            left_layers=tuple(sorted(self._open)),
             only_between_steps=failed.kind == WRITTEN,
         )
 
@@ -381,7 +380,8 @@ class Overlapped:
         """Return the progress that the commits of this step make."""
         placement = self.current_placement()
         done = [flight.posted for flight in self._flights if flight.verdict is not None and flight.verdict.commit]
-        return self._engine.progress(placement, self._migration, [posted for posted in done if posted is not None])
+        progress = self._engine.progress(placement, self._migration, [posted for posted in done if posted is not None])
+        return replace(progress, left_layers=tuple(layers_that_differ(placement, self._target)))
 
     def _prepare(
         self, current: Placement, target: Placement, formats: Formats
@@ -470,12 +470,7 @@ def next_rounds(
     """Return the rounds that overlap with the next step, in the order in which they travel, and whether training waits
     for them; the same on every rank. Takes the first of each layer's ``open_`` rounds, from the last layer on, as later
     forwards leave more time. Layers that were ``late`` alone are left out; if only such are left, the last one's round
-    is taken and waited for.
-
-    Args:
-        nbytes: of each round, at least 1.
-        most: bytes that may travel, but one round in any case.
-    """
+    is taken and waited for. ``nbytes``: of each round, at least 1; ``most`` may travel, but one round in any case."""
     taken: list[Round] = []
     for layer in sorted(open_, reverse=True):
         round_ = open_[layer][0]

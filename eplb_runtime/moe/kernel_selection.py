@@ -90,9 +90,9 @@ class CheckedKernel:
             found = self.kernel(*args, **options)
             ours, plain = (self.written(result, args) for result in (found, expected))
             if not _same(ours, plain) or not _same(args, copies):
-                raise ValueError("it gives something else")
+                raise ValueError("results differ from torch's")
         except Exception as error:
-            logger.warning("kernel for %s: %s; plain torch is used", self.name, one_line(error))
+            logger.warning("plain torch replaces the Triton kernel for %s (slower): %s", self.name, one_line(error))
             self.chosen[variant] = self.plain
             for given, copy in zip(args, copies, strict=True):
                 if isinstance(given, Tensor):

@@ -148,8 +148,7 @@ def _rank_load(
     placements: tuple[tuple[int, Placement], ...],
     speed_R: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
-    """Return float64 ``[L, R]``: tokens of each rank under the split that the job uses, over all rows, whose sum is
-    ``total_1LE``."""
+    """Return float64 ``[L, R]``: tokens of each rank under the job's split, over all rows (sum: ``total_1LE``)."""
     first, total = 0, np.zeros((load_TLE.shape[1], placements[-1][1].num_ranks))
     for end, placement in placements:
         rows_TLE = load_TLE[first:end]
@@ -248,7 +247,7 @@ def from_json(line: Any) -> Record:
 
 def _array(name: str, saved: Any) -> NDArray[np.int64]:
     try:
-        count, rows, columns = (int(length) for length in saved["shape"])
-        return decode(saved, rows, columns, count)
+        _, rows, columns = (int(length) for length in saved["shape"])
+        return decode(saved, rows, columns)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{name} cannot be read: {error}") from None

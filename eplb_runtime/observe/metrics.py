@@ -36,12 +36,8 @@ class Metric(NamedTuple):
 
 
 def metrics_of(state: RunState, progress: Progress, now: float, left_out: int = 0) -> list[Metric]:
-    """Return all metrics of a run. Their names are the same from the first scrape on. Takes the state's lock.
-
-    Args:
-        now: seconds since 1970.
-        left_out: events that were dropped because listeners were too slow.
-    """
+    """Return all metrics of a run. Their names are the same from the first scrape on. Takes the state's lock. ``now``:
+    seconds since 1970. ``left_out``: events that were dropped because listeners were too slow."""
     with state.lock:
         return [
             *_of_load(state),
@@ -240,8 +236,7 @@ def expert_work_text(share: float, source: str) -> str:
 
 
 def predictions_text(predictions: Mapping[str, float] | None) -> str | None:
-    """Return words for how much of what plans predict comes true, and for what to do about it. None: no plan was
-    judged."""
+    """Return words for how much of what plans predict comes true, and what to do about it; None: none was judged."""
     if predictions is None:
         return None
     predicted, true = predictions["predicted_seconds"], predictions["true_seconds"]

@@ -2,7 +2,8 @@
 
 The server answers GET for a fixed list of paths and opens no file that a request names. Requests that another web page
 makes are refused (another Origin, or a Host that is no name of this server: DNS rebinding). A token, where one is set,
-is required for every path. Each connection serves one request on its own thread; a silent client is let go.
+is required for every path. Each connection serves one request on its own thread; a silent client is let go, and one
+that takes its time when others come.
 """
 
 import base64
@@ -14,6 +15,7 @@ import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -39,11 +41,8 @@ _TOTALS = ("rebalances", "placed_replicas", "pause_seconds", "rollouts", "rollou
 
 
 def page(told: Mapping[str, Any] | None = None) -> str:
-    """Return the page as HTML with its style and scripts inside; its policy (CSP) lets nothing else run.
-
-    Args:
-        told: what a report shows; None: the page asks its server.
-    """
+    """Return the page as HTML with its style and scripts inside; its policy (CSP) lets nothing else run. ``told``: data
+    that a report shows; None: the page asks its server."""
     style, *scripts = ((files(__package__) / "page" / name).read_text() for name in ("page.css", *SCRIPTS))
     hashes = " ".join(_hash(script) for script in scripts)
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {hashes}; connect-src 'self'; img-src data:"
@@ -68,8 +67,7 @@ def _hash(content: str) -> str:
 
 
 def view_of(state: RunState) -> dict[str, Any]:
-    """Return what the page shows, JSON-able: matrices as base64 of little-endian int32 and float64, no NaN. Takes the
-    state's lock."""
+    """Return what the page shows, JSON-able: matrices as base64 of little-endian int32 and float64, no NaN. Locks."""
     with state.lock:
         measured = state.measured
         if measured is not None:
@@ -131,7 +129,7 @@ def report_of(source: Path) -> tuple[str, dict[str, Any], str]:
 
 logger = logging.getLogger("eplb_runtime")
 
-MOST_CONNECTIONS, REQUEST_SECONDS = 16, 10.0  # at once; the longest wait for a client
+MOST_CONNECTIONS, REQUEST_SECONDS = 16, 10.0  # at once; the longest wait for a client, who has twice that in all
 COOKIE = "eplb_runtime_token"
 TOKEN_MISSING = b"a token is required: open /?token=... once, or send it as 'Authorization: Bearer ...'\n"
 _HEADERS = (
@@ -171,7 +169,7 @@ class PageServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.host, self.token, self.routes = host, token, routes
         self.names = {"localhost", host.lower(), socket.gethostname().lower()}
-        self._open: set[Any] = set()
+        self._open: dict[Any, float] = {}
         super().__init__((host, port), Handler)
         self.socket.settimeout(REQUEST_SECONDS)
         self.port = int(self.server_address[1])
@@ -179,18 +177,23 @@ class PageServer(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), name="eplb_runtime page", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and close the socket. Requests under way go on, on threads that end with the process."""
+        """Stop listening, also where a forked child has the socket. Requests under way go on, on daemon threads."""
         self.shutdown()
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.server_close()
 
     def verify_request(self, request: Any, client_address: object) -> bool:
-        """Count the connection as open, and return whether it is served: no more than 16 are open at once. The server
-        closes a connection that is not served."""
-        self._open.add(request)
+        """Count the connection as open, cut off those that are open for too long, and return whether this is served: no
+        more than 16 are open at once. The server closes a connection that is not served."""
+        self._open[request] = now = time.monotonic()
+        for other in [one for one, since in [*self._open.items()] if now - since > 2 * REQUEST_SECONDS]:
+            with suppress(OSError):
+                other.shutdown(socket.SHUT_RDWR)
         return len(self._open) <= MOST_CONNECTIONS
 
     def shutdown_request(self, request: Any) -> None:
-        self._open.discard(request)
+        self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
@@ -214,8 +217,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with a status code and its standard text. The other arguments are ignored: they may repeat the
-        request."""
+        """Answer with a status code and its standard text; the other arguments may repeat the request."""
         super().send_error(code)
 
     def log_message(self, format: str, *args: object) -> None:

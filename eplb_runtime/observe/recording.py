@@ -25,8 +25,7 @@ from .events_file import LineFile
 logger = logging.getLogger("eplb_runtime")
 
 MOST_WAITING, CLOSING_SECONDS = 64, 30.0
-"""Measurements that wait for the disk or for other ranks, with more of which recording ends; the longest wait at its
-end."""
+"""Measurements that wait for the disk or for other ranks, with more of which it ends; longest wait at its end."""
 SeeChoices = Callable[[Tensor, int, int], None]
 """Called with a forward's choices in a layer, int64 ``[T, K]`` or bool ``[T, E]``, columns of a token, and K."""
 
@@ -36,7 +35,6 @@ class Recorder:
 
     Args:
         run: folder of the run.
-        num_layers, num_experts: L and E.
         job: what is known of the job at its start.
 
     Raises FileError: the run holds the load of another model; OSError: the folder cannot be written to.
@@ -53,8 +51,7 @@ class Recorder:
         self._file: LineFile | None = LineFile(run / NAME, first_line(num_layers, num_experts, job))
 
     def hear(self, event: Event) -> None:
-        """`write` the load of a `LoadMeasured` event, and what the event says of the job. Other events, and one without
-        a load, are ignored."""
+        """`write` the load of a `LoadMeasured` event, and what it says of the job; ignore events without a load."""
         if isinstance(event, LoadMeasured) and event.load is not None:
             share = event.moe_share if event.moe_share_source == "measured" else None
             known = RecordedJob(
@@ -63,7 +60,7 @@ class Recorder:
                 expert_seconds=(share or 0.0) * event.step_seconds,
                 imbalance=float(np.mean(event.imbalance)),
             )
-            self.write(event.load, event.steps // len(event.load), known)
+            self.write(event.load, -(-event.steps // len(event.load)), known)
 
     def write(self, load_TLE: NDArray[np.int64], steps: int, job: RecordedJob | None = None) -> None:
         """Append windows, ``[T, L, E]`` summed over ranks, of ``steps`` training steps each, and what has been measured

@@ -85,8 +85,7 @@ class RunState:
 
     def apply(self, record: Record) -> None:
         """Fold a record into the state under ``lock``; set ``step`` and ``time`` and add 1 to ``version``. An event of
-        a later version changes nothing. RecordError: it is none of ours, or comes ahead of its job's; it may have been
-        folded in part."""
+        a later version changes nothing. RecordError: not ours, or ahead of its job's; perhaps folded in part."""
         with self.lock:
             try:
                 if self._fold(record):
@@ -109,8 +108,7 @@ class RunState:
                 self._committed(record)
             case "RebalanceAborted":
                 self.aborts[record["phase"] if record["phase"] in _ABORT_PHASES else "other"] += 1
-                if self.decisions and self.decisions[-1]["step"] == record["step"]:
-                    self.decisions[-1]["outcome"] = "dropped"
+                self._end_open_decision()
                 self._trouble("dropped", f"{record['phase']}: {record['cause']}", record)
             case "BalancingPaused":
                 self.standing, self.cause = "paused", str(record["cause"])[:LONGEST_TEXT]
@@ -137,6 +135,7 @@ class RunState:
         return True
 
     def _attached(self, record: Record) -> None:
+        self._end_open_decision()  # of an earlier life
         self.job, self.share, self.starts = record, _share(record), self.starts + 1
         self.placement, self.placement_before, self.placed_at = record["placement"][0], None, int(record["step"])
         self.measured = self.by_layer = self.predictions = None
@@ -171,6 +170,7 @@ class RunState:
         self._add_point({**point, "step": step, "steps": steps, "step_seconds": seconds, "windows": 1})
 
     def _planned(self, record: Record) -> None:
+        self._end_open_decision()  # what it had moved by then stays
         row: dict[str, Any] = {"decision": record["decision"], "reason": str(record["reason"])[:LONGEST_TEXT]}
         row |= {name: None if record.get(name) is None else float(record[name]) for name in _PREDICTED}
         row |= {"step": int(record["step"]), "time": float(record["time"]), "code": record.get("code") or "other"}
@@ -193,18 +193,26 @@ class RunState:
         for name in record["phase_seconds"].keys() & set(_PHASES):
             self.phase_seconds[name] += float(record["phase_seconds"][name])
         self.pause_seconds += pause
-        self.rebalances += 1
+        is_whole = not record.get("left_layers")
+        self.rebalances += is_whole
         self.placed_replicas += int(record["placed_replicas"])
-        self.placement_before, self.placement = self.placement, record["placement"][0]
-        self.placed_at = int(record["step"])
-        self.epoch = int(record["epoch"])
+        self.placed_at, self.epoch = int(record["step"]), int(record["epoch"])
         if not (self.decisions and self.decisions[-1]["outcome"] == "under way"):
             row: dict[str, Any] = {**dict.fromkeys(_PREDICTED), "decision": "restore", "reason": "a saved placement"}
-            self.decisions.append({**row, "step": int(record["step"]), "time": record["time"]})
+            self.decisions.append({**row, "step": self.placed_at, "time": record["time"]})
         row = self.decisions[-1]
-        row |= {"outcome": "committed", "moved_experts": int(record["moved_experts"]), "pause_seconds": pause}
+        if "moved_experts" not in row:  # else its first layers have moved
+            self.placement_before, row["moved_experts"], row["pause_seconds"] = self.placement, 0, 0.0
+        self.placement = record["placement"][0]
+        row["moved_experts"] += int(record["moved_experts"])
+        row["pause_seconds"] += pause
+        row["outcome"] = "committed" if is_whole else "under way"
         horizon = row.get("horizon_steps") or self.job["horizon_steps"] or 1
         self._promised_per_step = (row.get("seconds_saved") or 0.0) / int(horizon)
+
+    def _end_open_decision(self) -> None:
+        if self.decisions and self.decisions[-1]["outcome"] == "under way":
+            self.decisions[-1]["outcome"] = "dropped"
 
     def _trouble(self, kind: str, text: object, record: Record) -> None:
         self.troubles.append({"kind": kind, "text": str(text)[:LONGEST_TEXT], "step": int(record["step"])})
@@ -274,8 +282,7 @@ class JobRecord:
 
 
 def state_of_run(run: Path) -> RunState:
-    """Return the state of a run by its events on disk. FileError: no log, or it tells of no job. OSError:
-    unreadable."""
+    """Return the state of a run by its events on disk. FileError: no log, or of no job."""
     state = state_of(read_events(run))
     if not state.job:
         raise FileError(f"{run}: its log does not say what job it is of; is it whole?")

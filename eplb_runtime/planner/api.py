@@ -88,6 +88,7 @@ def plan(
     _check_kinds(topology, cost, current)
     windows = coarsen(checked_load(load, "load", PlanError))
     _, layers, experts = windows.shape
+    is_series = np.ndim(load[0]) == 2 if isinstance(load, list | tuple) else np.ndim(load) == 3
     known = None if declared is None else coarsen(checked_load(declared, "declared load", PlanError))
     if known is not None and known.shape[1:] != windows.shape[1:]:
         raise PlanError(
@@ -109,7 +110,7 @@ def plan(
         speed_R=None if rank_speed is None else _checked_speed(rank_speed, topology.num_ranks),
         source_share_LNE=None if sources is None else checked_sources(sources, layers, experts, topology),
         trust=trust,
-        one_known=np.ndim(load) == 3 and len(windows) == 1 and declared is None,
+        one_known=is_series and len(windows) == 1 and declared is None,
     )
     for problem in _problems(request):  # before anything of that size is made
         raise PlanError(problem)

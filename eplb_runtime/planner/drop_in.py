@@ -69,12 +69,11 @@ def rebalance_experts(
     if num_replicas % num_gpus:
         raise PlanError(f"{num_replicas} slots cannot be spread evenly over {num_gpus} ranks")
     groups = asked if has_rule(asked, num_nodes) else 1
-    known = checked_load(weight, "load", PlanError)
-    load = known if np.ndim(weight) == 3 else known[0]
+    load = checked_load(weight, "load", PlanError)
     slots_per_rank = num_replicas // num_gpus
     within_reach = load.shape[-1] // (num_nodes if groups > 1 else 1)
     if slots_per_rank > within_reach and policy in (None, "deepseek") and current is None:
-        maps = balance(known.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
+        maps = balance(load.mean(axis=0), num_replicas, groups, num_nodes, num_gpus)
     else:
         now_LP = None if current is None else torch.as_tensor(current).cpu().numpy()
         placement = plan(

@@ -126,7 +126,7 @@ class ReplicaBank:
     def free(self) -> int:
         """Free the memory of replicas and of their gradients, held ones too; return the freed bytes. Homes that lie in
         the same memory are copied to memory of their own first, which is ``.data`` of their parameters then."""
-        self._held, freed = [], 0
+        self._held, self.unsent, freed = [], False, 0
         for parameter, slots in zip(self.parameters, self.slots, strict=False):
             if _is_resizable(slots) and _shares_storage(parameter, slots):
                 parameter.data = parameter.detach().clone()
@@ -140,7 +140,7 @@ class ReplicaBank:
             if _shares_storage(parameter, slots):
                 if slots.untyped_storage().nbytes() < slots.nbytes:
                     raise RuntimeError(
-                        "weights of experts were loaded into memory that replicas lie in, and cut it short"
+                        "the storage of expert weights was resized without room for replicas: assign parameter.data"
                     )
             else:
                 if parameter.device != slots.device:
@@ -161,9 +161,9 @@ class ReplicaBank:
         if parameter.grad is None or not local(parameter.grad).any():
             return True
         raise RuntimeError(
-            "gradients of experts were rewritten (clipped or scaled by hand) while copies held a part of them back: "
+            "gradients of experts were changed (clipped or scaled by hand) before those of replicas were added: "
             + (
-                "with fully_shard they do until balancer.reduce_gradients(), so call that first"
+                "with fully_shard balancer.reduce_gradients() adds them, so call that first"
                 if self.is_sliced
                 else "call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
             )

@@ -72,7 +72,7 @@ class ReplicaSync:
 
     def free(self) -> int:
         """Free the memory of replicas and their gradients; return the freed bytes. Waits for transfers under way first,
-        and drops all plans. No gradient may be held back. Sets ``is_freed``: until `take` a forward raises."""
+        and drops all plans and gradients that are held back. Sets ``is_freed``: until `take` a forward raises."""
         self.wait_all()
         self.abandon()
         self.is_freed = True
@@ -101,9 +101,9 @@ class ReplicaSync:
             )
         if _addresses(self._banks[layer].parameters) != self._addresses[layer]:
             raise RuntimeError(
-                f"the expert weights of MoE layer {layer} lie in other memory than when the model was attached "
-                "(model.to, model.bfloat16, .data = ..., vector_to_parameters), and copies are read from the old one: "
-                "do that before attach, or write the weights in place and call balancer.weights_changed()"
+                f"the expert weights of MoE layer {layer} lie in other memory than at attach (model.to, "
+                "model.bfloat16, .data = ..., vector_to_parameters), but replicas read the old memory: move weights "
+                "before attach, or write them in place and call balancer.weights_changed()"
             )
         if self.has_copies(layer) and self._versions.get(layer) != self._versions_now(layer):
             raise RuntimeError(

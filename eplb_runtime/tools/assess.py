@@ -35,8 +35,7 @@ DEFAULT_INTERVALS, FEW_INTERVALS, SHORT_INTERVAL = 20, 5, 10
 STEP_CHOICES = 65536
 """(token, choice) pairs of a rank in a step and a layer: 8,192 tokens that go to eight experts each."""
 STEP_SECONDS, STALL_SECONDS = 1.0, 0.05
-CPU_BANDWIDTH = 1e9
-"""Bytes/s between the ranks of a job on CPUs."""
+CPU_BANDWIDTH = 1e9  # bytes/s between the ranks of a job on CPUs
 
 
 @dataclass(frozen=True)
@@ -385,7 +384,7 @@ def _why_it_does_not_pay(
     elif not best.rebalances:
         reason = "no move would have saved what it costs"
     elif best.saved(share) < LEAST_SAVED:
-        reason, advice = "the load that follows is too unlike the past that plans are made from", again
+        reason, advice = "experts cannot be spread more evenly, or the load is too unlike the past", again
     else:
         reason = f"moving takes {_percent(best.moving)} of the time of all steps"
     return f"It does not pay: {reason}.", advice

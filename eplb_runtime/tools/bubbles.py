@@ -141,10 +141,8 @@ def follow(table: Table, times: Times, stretch_S: Sequence[float] | None = None)
     stuck = [rank for rank, steps in enumerate(table) if len(began[rank]) < len(steps)]
     if stuck:
         part = table[stuck[0]][len(began[stuck[0]])][0]
-        raise BubbleError(
-            f"the schedule cannot run: rank {stuck[0]} waits for ever before {part.kind} of micro-batch "
-            f"{part.microbatch} on stage {part.stage}"
-        )
+        where = f"{part.kind} of micro-batch {part.microbatch} on stage {part.stage}"
+        raise BubbleError(f"the schedule cannot run: rank {stuck[0]} waits for ever before {where}")
     return Played(
         span=max(free_R),
         busy_R=np.array([sum(times.of(step, stretch_S) for step in steps) for steps in table]),
@@ -202,19 +200,10 @@ def _of_torch(name: str, stages_per_rank: int) -> Callable[[int, int], Table]:
         kind: Any = getattr(schedules, name, None)
         if kind is None:
             raise BubbleError(f"this torch has no {name}")
-        stages = [
-            SimpleNamespace(
-                num_stages=ranks * stages_per_rank,
-                group_size=ranks,
-                group_rank=0,
-                stage_index=number,
-                is_first=number == 0,
-                is_last=False,
-                has_backward=True,
-                submod=None,
-            )
-            for number in range(stages_per_rank)
-        ]
+        of_all: dict[str, Any] = {"num_stages": ranks * stages_per_rank, "group_size": ranks, "group_rank": 0}
+        of_all |= {"is_last": False, "has_backward": True, "submod": None}
+        numbers = range(stages_per_rank)
+        stages = [SimpleNamespace(stage_index=number, is_first=number == 0, **of_all) for number in numbers]
         try:
             made = kind(stages, microbatches)
         except ValueError as error:

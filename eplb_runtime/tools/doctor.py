@@ -76,9 +76,8 @@ def compiled() -> Backend:
         return Backend(name, False, f"{shown} cannot be written: each job compiles for itself")
     if is_compiled():
         return Backend(name, True, f"compiled, in {shown}")
-    return Backend(
-        name, True, f"not compiled: eplb-runtime warmup does it, or the first job while it trains, in {shown}"
-    )
+    mend = "eplb-runtime warmup does it, or the first job while it trains"
+    return Backend(name, True, f"not compiled: {mend}, in {shown}")
 
 
 @dataclass(frozen=True)

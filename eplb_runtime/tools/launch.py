@@ -1,6 +1,7 @@
 """Process groups for commands: join the ranks that torchrun started, be the only one, or start some."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,21 @@ def is_first() -> bool:
 def start_ranks(arguments: Sequence[str], ranks: int, module: str = "eplb_runtime.cli") -> int:
     """Run a module with these arguments by torchrun on ``ranks`` ranks of this machine, and return its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*torchrun, "-m", module, *arguments], check=False).returncode
+    end_on_signals()
+    # Signals of the terminal are for this process: torchrun hears of the end once, and ends its ranks before itself.
+    job = subprocess.Popen([*torchrun, "-m", module, *arguments], start_new_session=True)
+    try:
+        return job.wait()
+    finally:
+        job.terminate()
+        job.wait()
+
+
+def end_on_signals() -> None:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt, so that what this process has started ends with it."""
+    is_ours = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # which nohup sets
+    for one in (signal.SIGTERM, signal.SIGHUP)[: 1 + is_ours]:
+        signal.signal(one, signal.default_int_handler)
 
 
 @contextmanager
@@ -46,7 +61,7 @@ def process_group(device: str) -> Iterator[torch.device]:
     """
     here, backend = torch.device("cpu"), "gloo"
     if device == "cuda":
-        here, backend = _gpu(int(launcher_environment().get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
+        here, backend = gpu_of(int(launcher_environment().get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
     if launched():
         dist.init_process_group(backend)
     else:
@@ -66,19 +81,16 @@ def refuse_shared_gpus(gpu: str) -> None:
     rank_of: dict[bytes, int] = {}
     for rank, said in enumerate(gather_bytes(word, world)):
         if json.loads(said)[1] and rank_of.setdefault(said, rank) != rank:
-            raise LaunchError(
-                f"ranks {rank_of[said]} and {rank} have the same GPU: start as many ranks on a node as it has GPUs, or "
-                "give --device cpu"
-            )
+            have = f"ranks {rank_of[said]} and {rank} have the same GPU"
+            raise LaunchError(f"{have}: start as many ranks on a node as it has GPUs, or give --device cpu")
 
 
-def _gpu(local_rank: int) -> torch.device:
-    """Return this rank's own; the only one that it sees, where the launcher shows each rank one."""
+def gpu_of(local_rank: int) -> torch.device:
+    """Return a rank's own GPU; the only one that it sees, where the launcher shows each rank one. LaunchError: none."""
     count = torch.cuda.device_count()
     if local_rank >= count != 1:
-        raise LaunchError(
-            f"this node has {count} GPUs and a rank {local_rank}: start as many ranks as GPUs, or give --device cpu"
-        )
+        have = f"this node has {count} GPUs and a rank {local_rank}"
+        raise LaunchError(f"{have}: start as many ranks as GPUs, or give --device cpu")
     here = torch.device("cuda", min(local_rank, count - 1))
     torch.cuda.set_device(here)
     return here

@@ -14,9 +14,10 @@ from ..hosts.megatron import settings as megatron
 from ..hosts.megatron.settings import Unknown
 from ..hosts.transformers import settings as transformers
 from ..utils.files import FileError, require_readable
+from .formats.reading import about
 
 EP, EXPERTS = "expert_model_parallel_size", "num_moe_experts"
-MOST_BYTES = 64 << 20
+MOST_BYTES, LONGEST = 1 << 20, 1 << 12  # of a file, and of a variable's value in characters
 SETTINGS: Mapping[str, str] = {
     **{name: name for name in megatron.DEFAULTS},
     **{"num_experts": EXPERTS, "fp8_format": "fp8", "fp4_format": "fp4", "cuda_graph_scope": "cuda_graph_modules"},
@@ -59,13 +60,15 @@ def answer(recipe: Recipe) -> dict[str, Any]:
     are not given. ``unknown``: settings without a known value, with the place that may have it. FileError: a size is no
     whole number above 0."""
     given = recipe.options
-    if recipe.of == transformers.VERSION:
+    is_megatron = recipe.of == megatron.VERSION
+    of_megatron = ("world_size", *(name for name, default in megatron.DEFAULTS.items() if type(default) is int))
+    for name in of_megatron if is_megatron else transformers.SIZES:
+        if not isinstance(size := given.get(name), Unknown | None) and not (isinstance(size, int) and size >= 1):
+            raise FileError(f"{recipe.name}: {name} is {size!r}, and must be a whole number of at least 1")
+    if not is_megatron:
         found = [asdict(one) for one in transformers.refusals(given)]
         exact = None if found else transformers.exact(given)
         return {"attaches": not found, "exact": exact, "refused": found, "undecided": [], "assumed": {}, "unknown": {}}
-    for name in ("world_size", *(name for name, default in megatron.DEFAULTS.items() if type(default) is int)):
-        if not isinstance(size := given.get(name, 1), Unknown) and not (isinstance(size, int) and size >= 1):
-            raise FileError(f"{recipe.name}: {name} is {size!r}, and must be a whole number of at least 1")
     settings = megatron.settings_of({**recipe.defaults, **given})
     values = settings.values
     refused = [asdict(one) for one in megatron.refusals(settings) if not isinstance(one.value, Unknown)]
@@ -85,10 +88,11 @@ def answer(recipe: Recipe) -> dict[str, Any]:
 
 def read_recipe(path: str) -> Recipe:
     """Return the recipe in a JSON file, Accelerate's YAML, a shell script or a text. FileError: the file cannot be
-    read, or is no recipe of a model with experts. OSError: there is no such file."""
+    read, or is no recipe of a model with experts."""
     file, kind = Path(path), {".json": "JSON", ".yaml": "YAML", ".yml": "YAML"}.get(Path(path).suffix)
-    require_readable(file, MOST_BYTES)
-    text = file.read_text(errors="replace")
+    with about(file):
+        require_readable(file, MOST_BYTES)
+        text = file.read_text(errors="replace")
     try:
         if kind == "YAML":
             content: Any = import_module("yaml").safe_load(text)
@@ -176,5 +180,6 @@ def _words(text: str) -> Iterator[str]:
         word = _VARIABLE.sub(value, token)
         if assigned := _ASSIGNMENT.fullmatch(word):
             name, word = assigned.groups()
-            variables[name] = word if variables.get(name, word) == word else f"${name}"
+            is_plain = variables.get(name, word) == word and len(word) < LONGEST
+            variables[name] = word if is_plain else f"${name}"
         yield from word.split() if "--" in word else [word]

@@ -115,20 +115,14 @@ class PolicyRun:
     def summary(self) -> dict[str, Any]:
         """Return the figures of the ``simulate`` command over all judged windows and layers. ``step_seconds`` has the
         time of migrations, spread over all steps; ``plan_seconds`` is the mean of one plan."""
-        balancedness, all_slots = 1 / self.imbalance, self.plans[0].placement.physical_to_logical.size
+        imbalance, all_slots = self.imbalance, self.plans[0].placement.physical_to_logical.size
+        even = {"mean": (1 / imbalance).mean(), "p5": np.percentile(1 / imbalance, 5), "min": (1 / imbalance).min()}
+        uneven = {"mean": imbalance.mean(), "p95": np.percentile(imbalance, 95), "max": imbalance.max()}
         seconds = sum(self.step_seconds) + sum(self.migration_seconds) / self.steps_per_window
         return {
             "policy": self.policy,
-            "balancedness": {
-                "mean": float(balancedness.mean()),
-                "p5": float(np.percentile(balancedness, 5)),
-                "min": float(balancedness.min()),
-            },
-            "imbalance": {
-                "mean": float(self.imbalance.mean()),
-                "p95": float(np.percentile(self.imbalance, 95)),
-                "max": float(self.imbalance.max()),
-            },
+            "balancedness": {name: float(value) for name, value in even.items()},
+            "imbalance": {name: float(value) for name, value in uneven.items()},
             "crossing_share": float(np.mean(self.crossing_share)),
             "moved_slots_share": float(np.mean([plan.moved_slots for plan in self.plans]) / all_slots),
             "rebalances": sum(plan.decision == "rebalance" for plan in self.plans),

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..config import BalancerConfig, Trial, launcher_environment, set_trial, take_trial
 from ..hosts import attach
 from ..hosts.attaching.trial import KINDS
+from ..utils.text import counted
 
 SEED = 20250710
 _LOOK_SECONDS, _END_SECONDS = 0.2, 30.0
@@ -44,8 +45,8 @@ EXACT, TINY, _LEAST = 0.01, 1e-5, 1e-300
 """Relative distances up to which a factor is a number, and a difference of bits looks like one of rounding; the last
 stands for 0 below a fraction."""
 SHARES = (
-    "average gradients over ranks once, all ranks alike, and divide the loss by no number of ranks (as DDP, or "
-    "dense_gradients='allreduce'): those of {} come {:.3g} times as large as the experts'"
+    "gradients of {} are {:.3g} times as large as the experts': average gradients over ranks once, on all ranks alike "
+    "(DDP, or dense_gradients='allreduce'), and do not divide the loss by a number of ranks"
 )
 DIFFERENCE, CLOSENESS = ("step", "tensor", "expert", "rank", "hint"), ("equal", "worst", "tensor", "step", "steps")
 """Keys of the first difference of bits, and of a comparison to rounding."""
@@ -164,9 +165,11 @@ def _hint(here: StepRecord, there: StepRecord, odd: Sequence[Key]) -> str:
 
 def untrained(run: Run) -> Iterator[str]:
     """Yield a sentence if experts have gradients after the last step and no step has changed any of these weights, and
-    one if that is so of all other weights with gradients."""
+    one if that is so of all other weights with gradients; or one if nothing has a gradient."""
     first, last = run.step(0).cells, run.step(run.length).cells
     trained = {key[0].removesuffix("/grad") for key, cell in last.items() if cell.kind == "gradient" and cell.norm}
+    if not trained:
+        yield "no weight has a gradient after the last step: is it gone before the optimizer's step?"
     for is_expert in (True, False):
         keys = [key for key in first if key[0] in trained and (key[1] >= 0) == is_expert]
         if keys and all(first[key].same_bits(last[key]) for key in keys):
@@ -338,10 +341,15 @@ def proof(run: Callable[[str], Run]) -> Report:
     found["unregistered"] = tuple(moved.meta.get("unregistered", ()))
     found["moved"] = dict.fromkeys((*DIFFERENCE, "rounding")) | {"equal": not difference} | difference
     if not difference and moved.length < fixed.length:
-        return answer("wrong", f"the run with moved homes ended sooner: {moved.failure}")
+        why = moved.failure or "without an error: does its end depend on the time?"
+        return answer("wrong" if moved.failure else "unknown", f"the run with moved homes ended sooner: {why}")
     if not difference and not moved.meta["commits"]:
-        return answer("unknown", f"no expert moved in {moved.length} steps: give --steps 3 or more")
-    odd = first_difference(fixed, run("fixed")) if difference else {}
+        few = f"no expert moved in {counted(moved.length, 'step')}"
+        return answer("unknown", f"{few}: train for 3 or more, and give as many as --steps, or see its output")
+    again = run("fixed") if difference else fixed
+    if again.length < fixed.length:
+        return answer("unknown", f"the second run with fixed homes ended sooner: {again.failure}")
+    odd = first_difference(fixed, again) if difference else {}
     found["repeats"] = not odd
     if odd:
         return answer("unknown", f"the job does not repeat itself: in a second run {_shown(odd)}")

@@ -11,8 +11,7 @@ from .files import MIB, FileError, require_readable
 FILE_FORMAT = "eplb-runtime-placement"
 FILE_VERSION = 1
 ENDINGS = (".json",)
-MOST_BYTES = 256 * MIB
-"""No placement file is larger: 100 layers of 10,000 slots take 6 MiB."""
+MOST_BYTES = 256 * MIB  # no placement file is larger: 100 layers of 10,000 slots take 6 MiB
 NUMBERS = ("version", "layers", "experts", "ranks", "slots_per_rank", "epoch")
 ARRAYS = ("physical_to_logical", "home")
 

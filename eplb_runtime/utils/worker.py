@@ -14,17 +14,13 @@ T = TypeVar("T")
 
 _Task = tuple["Future[object]", Callable[[], object]]
 
-_OF_THIS_THREAD_ALONE = 1
-"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
-
 
 class Worker:
     """A daemon thread that does what it is given, in order; it starts with the first work. Work that never returns does
     not keep the process from ending."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        self._name = name
-        self._begin = begin
+        self._name, self._begin = name, begin
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -43,8 +39,7 @@ class Worker:
         self._tasks.put((future, work))  # type: ignore[arg-type]
         with self._starting:
             if self._thread is None:
-                arguments = (self._tasks, self._begin)
-                self._thread = threading.Thread(target=_work_off, args=arguments, name=self._name, daemon=True)
+                self._thread = threading.Thread(None, _work_off, self._name, (self._tasks, self._begin), daemon=True)
                 self._thread.start()
         return future
 
@@ -74,8 +69,7 @@ class Worker:
             self.closed = True
             self._tasks.put(None)
 
-    def __del__(self) -> None:
-        self._end()  # a balancer that was never closed leaves no thread behind
+    __del__ = _end  # a balancer that was never closed leaves no thread behind
 
 
 def _work_off(tasks: queue.SimpleQueue[_Task | None], begin: Callable[[], None]) -> None:
@@ -117,4 +111,4 @@ def ignore_captures_of_others() -> None:
         return
     exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
     if exchange is not None:
-        exchange(ctypes.byref(ctypes.c_int(_OF_THIS_THREAD_ALONE)))
+        exchange(ctypes.byref(ctypes.c_int(1)))  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

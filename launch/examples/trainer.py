@@ -1,4 +1,4 @@
-"""Shows its Trainer move experts: torchrun --nproc-per-node 2 launch/examples/trainer.py [--static] [--resume]
+"""Transformers' Trainer moves experts: torchrun --nproc-per-node 2 launch/examples/trainer.py [--static] [--resume]
 
 Some tokens come often, so some experts get many. With --static nothing moves: the losses are the same to the bit. With
 --resume it goes on from the last checkpoint that is whole, as a run does that was killed.

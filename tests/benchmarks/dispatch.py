@@ -43,18 +43,12 @@ SKEW = 1.0
 def run(
     device: torch.device, repeats: int = 20, tokens: int = 256, hidden: int = 512, ranks_per_node: int = 0
 ) -> dict[str, Any]:
-    """Collective over all ranks.
+    """Collective over all ranks, of which each has so many tokens of a ``hidden`` size, in bfloat16.
+    ``ranks_per_node``: 0: those of the launcher.
 
-    Args:
-        tokens: of each rank.
-        hidden: D, in bfloat16.
-        ranks_per_node: ranks taken for a node; 0: those of the launcher.
-
-    Returns:
-        JSON-able: ``"ways"`` rows with ``dispatch``, ``order``, ``tokens``, ``routing``, ``load``, ``imbalance`` (of
-        choices over ranks), ``dispatch_ms``, ``dispatch_gbps``, ``combine_ms``, ``combine_gbps`` (10^9 bytes a second
-        of the busiest rank); and ``"left_out"``: dispatchers that these ranks cannot have, and why.
-    """
+    JSON-able: ``"ways"`` rows with ``dispatch``, ``order``, ``tokens``, ``routing``, ``load``, ``imbalance`` (of
+    choices over ranks), ``dispatch_ms``, ``dispatch_gbps``, ``combine_ms``, ``combine_gbps`` (10^9 bytes a second of
+    the busiest rank); and ``"left_out"``: dispatchers that these ranks cannot have, and why."""
     group = dist.group.WORLD
     assert group is not None
     ranks = group.size()

@@ -15,15 +15,8 @@ from eplb_runtime.tools.launch import is_first, launched, process_group, start_r
 
 
 def command(measure: Callable[..., Mapping[str, Any]], ranks: int = 0) -> None:
-    """Run a benchmark as a command: the arguments of ``measure`` are its options.
-
-    Args:
-        measure: takes ``device`` first where it needs ranks, and ``on_progress`` where it says what it does.
-        ranks: to start where no launcher did; 0: it needs none.
-
-    Raises:
-        SystemExit: the result's ``passed`` is False.
-    """
+    """Run a benchmark as a command: the arguments of ``measure`` are its options, but ``device`` and ``on_progress``;
+    ``ranks`` to start where no launcher did; 0: it needs none. SystemExit: the result's ``passed`` is False."""
     parameters = inspect.signature(measure).parameters
     parser = _parser(measure, ranks)
     given = vars(parser.parse_args())

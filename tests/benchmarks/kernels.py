@@ -51,20 +51,11 @@ def run(
     hidden: int = 7168,
     calls: int = CALLS,
 ) -> dict[str, Any]:
-    """A batch of one rank, as kernels see it; bfloat16 rows. The three ways of a kernel take turns, the least of each
-    counts.
+    """A batch of one rank with one replica slot, as kernels see it; bfloat16 rows, on a GPU, or a CPU in Triton's
+    interpreter. The three ways of a kernel take turns, the least of ``repeats`` timings of ``calls`` each counts.
 
-    Args:
-        device: a GPU, or a CPU in Triton's interpreter.
-        repeats: of each timing.
-        tokens, top_k, experts, ranks_of_job, hidden: of the batch; one replica slot a rank.
-        calls: of a timing.
-
-    Returns:
-        JSON-able; ``"kernels"``: a row for each with ``kernel``, ``us`` (of a call, launching and waiting included),
-        ``reference_us`` (in plain torch on the device), ``least_us`` and ``ratio``
-        (``us`` by ``least_us``).
-    """
+    JSON-able; ``"kernels"``: a row for each with ``kernel``, ``us`` (of a call, launching and waiting included),
+    ``reference_us`` (in plain torch on the device), ``least_us`` and ``ratio`` (``us`` by ``least_us``)."""
     rows = []
     for kernel in _kernels(device, tokens, top_k, experts, ranks_of_job, hidden):
         ways = [partial(_repeatedly, way, calls) for way in (kernel.launch, kernel.reference, kernel.least)]

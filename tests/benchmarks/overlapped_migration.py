@@ -28,8 +28,7 @@ ELSEWHERE_SECONDS = 0.015
 
 
 class _Elsewhere(torch.autograd.Function):
-    """Computing that is done on a device, as the processor sees it: the thread waits, in the backward pass twice as
-    long."""
+    """Computing that is done on a device, as the processor sees it: the thread waits, twice in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
@@ -140,21 +139,15 @@ class _OverlapVariant:
 def run(
     device: torch.device, repeats: int = 6, *, on_progress: Callable[[str], None] = lambda said: None
 ) -> dict[str, Any]:
-    """Every expert of 8 layers changes its rank in each block of 16 steps, one thread a rank. Collective.
+    """Every expert of 8 layers changes its rank in each block of 16 steps, one thread a rank, on the CPU; ``repeats``
+    blocks of each variant count. Collective.
 
-    Args:
-        device: of this rank; the CPU.
-        repeats: blocks of each variant that count.
-        on_progress: told what is trained next.
-
-    Returns:
-        JSON-able. ``"migrations"``: a row for migrations ``between steps`` and ``during steps``, and both again where
-        most of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all
-        that a migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of
-        steps and ahead of layers, and ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which
-        nothing moves (the median), which has the processor's share in carrying and hashing; ``step_ms`` of such a
-        block; ``steps`` in which experts were committed; ``received_mib`` and, sent again, ``late_mib``.
-    """
+    JSON-able. ``"migrations"``: a row for migrations ``between steps`` and ``during steps``, and both again where most
+    of a step is waiting for a device, as it were (``"computing": "elsewhere"``; steps are longer then than all that a
+    migration carries). Of one migration on average: ``pause_ms`` that training stands still, at the end of steps and
+    ahead of layers, and ``share_of_pause``; ``extra_ms`` that a block takes longer than one in which nothing moves (the
+    median), which has the processor's share in carrying and hashing; ``step_ms`` of such a block; ``steps`` in which
+    experts were committed; ``received_mib`` and, sent again, ``late_mib``."""
     if device.type != "cpu":
         raise ValueError("it measures on CPUs")
     torch.set_num_threads(1)

@@ -58,7 +58,9 @@ def run(
     expert_parameters: int = EXPERT_PARAMETERS,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """All policies over each load.
+    """All policies over each load (files of series; none: the sample), a window of which is one of the
+    ``micro_batches`` of a step; an expert has so many numbers in its weights. PlanError: fewer than two steps, or
+    experts that the ranks do not divide.
 
     * static: experts in logical order.
     * forecast: planned from the loads of steps that are over, as without `declare`.
@@ -66,21 +68,11 @@ def run(
       replica slot a rank.
     * oracle: all experts placed from scratch for the coming step by the same planner, whatever that moves.
 
-    Args:
-        loads: files of series of loads; none: the sample.
-        micro_batches: of a step, a window of the load each.
-        expert_parameters: numbers in an expert's weights.
-
-    Returns:
-        JSON-able; ``"rollouts"``: a row for each load and policy: ``load``, ``policy``, ``step`` and ``micro_batch``
-        (max / mean rank load of whole steps and of micro-batches, means over layers), ``share`` (of the throughput that
-        even load would give), ``at_most`` (the bound of ``share`` for any placement of as many slots), ``of_oracle``
-        (share over the oracle's of as many slots), ``moved_homes`` and ``moved_gib`` (a step, all ranks),
-        ``copies_gib`` (weights that copies get a step, all ranks), ``plan_ms`` (a plan, median).
-
-    Raises:
-        PlanError: a load has fewer than two steps, or experts that the ranks do not divide.
-    """
+    JSON-able; ``"rollouts"``: a row for each load and policy: ``load``, ``policy``, ``step`` and ``micro_batch`` (max /
+    mean rank load of whole steps and of micro-batches, means over layers), ``share`` (of the throughput that even load
+    would give), ``at_most`` (the bound of ``share`` for any placement of as many slots), ``of_oracle`` (share over the
+    oracle's of as many slots), ``moved_homes`` and ``moved_gib`` (a step, all ranks), ``copies_gib`` (weights that
+    copies get a step, all ranks), ``plan_ms`` (a plan, median)."""
     rows: list[dict[str, Any]] = []
     for path in list(loads) or [SAMPLE]:
         load = np.asarray(read_load(path), dtype=np.float64)

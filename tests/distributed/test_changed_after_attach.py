@@ -240,7 +240,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "lm_head.adapter.weight was added after attach": adapters_unknown,
     "model.layers.1.mlp.experts.down_proj was replaced after attach": replaced,
     "was frozen when the model was attached and is trained now": unfrozen_with_copies,
-    "attach first, then wrap the very module": in_ddp_before,
+    "and then wrap the attached module": in_ddp_before,
     "ZeroRedundancyOptimizer.optim is a AdamW with a state of its own": each_rank_a_part,
 }
 

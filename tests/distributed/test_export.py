@@ -142,7 +142,7 @@ def test_a_stream_is_what_the_library_would_write_and_a_wrong_expert_in_it_is_no
     for rank, found in enumerate(of_rank[name] for of_rank in exported[1]):
         assert same(found["all"], whole) and same(found["one"], whole if rank == 3 else {})
         assert "equal to the model's, all experts among them" in found["said"]
-        assert "not the model's: " in found["wrong"] and ".experts." in found["wrong"]
+        assert "not equal to the model's: " in found["wrong"] and ".experts." in found["wrong"]
         assert found["wrong"] == exported[1][0][name]["wrong"]
 
 

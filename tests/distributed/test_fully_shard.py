@@ -97,7 +97,7 @@ MISTAKES: dict[str, Callable[[Spread], object]] = {
     "gathered for one layer at a time": lambda job: job.balancer.at_once(job.forward, job.forward),
     "has gradient hooks": a_hook,
     "where experts have gradients": lambda job: job.run("q M"),
-    "with fully_shard they do until balancer.reduce_gradients()": lambda job: job.run("B d S"),
+    "with fully_shard balancer.reduce_gradients() adds them": lambda job: job.run("B d S"),
 }
 """What is said -> what was done, where replicas of slices are."""
 

@@ -181,8 +181,8 @@ def test_the_guard_changes_no_bit(results: Results) -> None:
         ("nobody averages", "dense_gradients='allreduce'"),
         ("clipped by each rank", "clip by balancer.clip_grad_norm_"),
         ("frozen on one rank", "the trained parameters on rank 1 differ from rank 0's"),
-        ("unfrozen later", "it holds model.layers.0.mlp.experts"),
-        ("writes nothing", "its step does not write"),
+        ("unfrozen later", "once, but lists model.layers.0.mlp.experts"),
+        ("writes nothing", "optimizer.step() did not change"),
     ],
 )
 def test_a_mistake_is_raised_in_the_first_step_on_every_rank(results: Results, name: str, said: str) -> None:
@@ -207,7 +207,7 @@ def test_a_rank_that_skips_a_step_alone_is_named(results: Results) -> None:
     ("name", "words"),
     [
         ("evaluation mode in one late step", ("call model.train()", "in step 6 in evaluation mode")),
-        ("written on one rank", ("write weights on every rank alike: ", "rank 1 differ from rank 0's", "lm_head")),
+        ("written on one rank", ("the weights of ", "rank 1 differ from rank 0's: write weights on every", "lm_head")),
     ],
 )
 def test_a_later_mistake_is_warned_of_at_the_next_decision(results: Results, name: str, words: tuple[str, ...]) -> None:

@@ -50,19 +50,6 @@ UNZEROED = {
     "decayed, and stepped once more": "BS d S",
     "stepped once more on zeros": "BS z S BS",
 }
-ZEROED = {
-    "never zeroed": "BSBSBNS BAS",
-    "zeroed each second step": "BSBS z BSBCS Z BSBS",
-    "stepped twice": "BSS Z BCSS BS",
-    "decayed by hand": "BS d BS d BNS",
-    "stepped once more on zeros": "BS z S BS",
-}
-MOVED = {
-    "never zeroed, and moved": "BSM BSM BNAS M BS",
-    "zeroed each second step, and moved": "BSBS M Z BSM BS M z BS",
-    "stepped twice, moved between": "BSMS Z BSMMS BS",
-    "moved after a look": "BSM NBS",
-}
 ZEROED = {"zeroed before the move": "BSZM BS zM BS", "zeroed after the move": "BSM Z BS M z BS M z S BNS"}
 SCRIPTS = [*LOOPS.values(), *UNZEROED.values()]
 OF_EDP = [*SCRIPTS[::3], "BS d S", *PUT_ASIDE.values()]

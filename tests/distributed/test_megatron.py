@@ -87,7 +87,7 @@ def refused_later() -> Said:
     balancer = attached(job, move=True)
     found += [
         ("optimizer", said_by(lambda: balancer.clip_grad_norm_(1.0))),
-        ("carries tokens itself", said_by(lambda: balancer.at_once(lambda: 1, lambda: 2))),
+        ("need eplb's dispatch", said_by(lambda: balancer.at_once(lambda: 1, lambda: 2))),
         ("its own checkpoints", said_by(lambda: eplb.logical_state_dict(job.models[0]))),
     ]
     forward_step(batches_of(0), job.models[0])[0].float().mean().backward()
@@ -125,7 +125,7 @@ def refused_by_place(folder: Path) -> Said:
     loads = (partial(job.models[0].load_state_dict, model), partial(job.models[0].load_state_dict, dict(model)))
     for load in (*loads, partial(job.optimizer.load_state_dict, optimizer)):
         said = said_by(load)
-        found += [("that stand here", said), ("sharded_state_dict", said)]
+        found += [("than this rank has now", said), ("sharded_state_dict", said)]
     job.models[0].load_state_dict(job.models[0].state_dict())
     job.optimizer.load_state_dict(job.optimizer.state_dict())
     balancer.close()

@@ -118,7 +118,11 @@ def there_and_back(rank: int) -> None:
         rounds = len(make_schedule(START, TARGET, [RECORD_BYTES] * LAYERS, staging_bytes).rounds)
         assert (rounds == 1) == (staging_bytes > 1)
         cluster = Cluster(rank, START, staging_bytes)
-        there = cluster.migrate(TARGET)
+        weight = torch.ones(1, 1, requires_grad=True)
+        with torch.autocast("cpu"):
+            weight @ weight, weight.data.fill_(3.0)
+            there = cluster.migrate(TARGET)
+            assert weight @ weight == 9.0, "as autocast has cast it before the move"
         assert cluster.stands_by(there.placement) and there.placement.digest() == TARGET.digest()
         assert len(there.rounds) == rounds and there.committed_layers == (0, 1, 2) and there.left_layers == ()
         assert there.moved_experts == (START.home_rank != TARGET.home_rank).sum()
@@ -136,8 +140,7 @@ def test_every_row_arrives_in_as_many_rounds_as_staging_makes_it() -> None:
 
 
 def fail_after_the_vote(rank: int, in_maps: bool) -> None:
-    """Rank 2 fails as maps follow a commit, or when a decision is recorded, and says so at each call; the others cannot
-    have gone on without it."""
+    """Rank 2 fails as maps follow a commit, or when a decision is recorded, and says so at each call."""
     cluster = Cluster(rank, START, timeout=5.0)
 
     def fail() -> None:

@@ -44,11 +44,11 @@ def late_in(job: Run, layer: int) -> Iterator[None]:
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
     """One job through all of it; what was said."""
-    job, said = Run(rank, overlap=True, staging_bytes=40_000), {}
+    job, said = Run(rank, overlap=True, staging_bytes=40_000, bytes_per_step=39_000), {}
     balancer = job.balancer
     for _ in range(3):
         job.until(RebalanceCommitted)
-    said["prompt"] = job.causes() == []
+    said["prompt"] = job.causes() == [] and job.engine.bytes_per_step == 39_000
 
     with late_in(job, layer=1):
         late = job.background.late_rounds
@@ -150,7 +150,6 @@ def with_copies(rank: int) -> None:
     still.balancer.close()
 
 
-@pytest.mark.long
 def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
     run_ranks(2, with_copies)
 

@@ -262,7 +262,7 @@ def test_ranks_that_contradict_each_other_are_refused_on_all() -> None:
     assert all(said == first for said in others)
     assert "stages [(0,), (2,)]" in first["a gap"]
     assert "Ranks(stages=...)" in first["no stage named"]
-    assert "do not partition" in first["overlap"]
+    assert "and no other rank may" in first["overlap"]
     assert "differ in size" in first["another size"]
     assert "gradient_divisor" in first["divisors"]
     assert "stages [(0,), (0, 1)]" in first["uneven stages"]

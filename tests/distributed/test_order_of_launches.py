@@ -31,8 +31,7 @@ STAGING_BYTES = 40_000
 
 
 class Launch(NamedTuple):
-    """A call on a group: its description, the call's kind, the global rank of its peer (-1: a collective), and the
-    thread that has launched it."""
+    """A call on a group: its description, the call's kind, its peer's global rank (-1: none), its thread."""
 
     group: str
     kind: str

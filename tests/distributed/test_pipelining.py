@@ -160,12 +160,12 @@ def train(rank: int, job: Pipeline) -> dict[str, Any]:
         for optimizer in run.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        result["epoch"], result["digest"] = run.balancer.placement.epoch, run.balancer.placement.digest()
     result["state"] = {}
     for (number, module), optimizer in zip(run.modules.items(), run.optimizers, strict=True):
         first = number * job.blocks // job.stages
         for name, tensor in eplb.logical_state_dict(module, optimizer).items():
             result["state"][renamed(name, first)] = tensor
-    result["epoch"], result["digest"] = run.balancer.placement.epoch, run.balancer.placement.digest()
     result["committed"] = len(run.balancer.events.of_type(RebalanceCommitted))
     result["aborted"] = [event.cause for event in run.balancer.events.of_type(RebalanceAborted)]
     run.balancer.close()

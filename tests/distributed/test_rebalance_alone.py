@@ -96,8 +96,7 @@ def test_a_window_is_what_lies_between_two_calls_however_long(tmp_path: Path) ->
 
 
 def save_and_resume(rank: int) -> dict[str, Any]:
-    """A job that declares in rounds, and one that decides every four steps; each is saved where steps were counted that
-    no decision has taken."""
+    """A job that declares in rounds, and one that decides every four steps; each is saved with steps untaken."""
     found: dict[str, Any] = {}
     with heard() as found["warnings"]:
         for name, settings in (("rounds", {}), ("interval", {"interval": 4, "lag": 1, "policy": "static"})):

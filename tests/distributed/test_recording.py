@@ -91,6 +91,7 @@ def recorded(rank: int, folder: Path) -> NDArray[np.int64]:
     model = make_model("olmoe", experts=8 if rank == 0 else 4)
     alike = make_model("olmoe", experts=8)
     (folder / "a file").touch()
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
     said = {
         "ranks record different models": said_by(lambda: eplb.record(model, folder / "other")),
         "a file cannot be written to: File exists": said_by(lambda: eplb.record(alike, folder / "a file")),
@@ -101,6 +102,7 @@ def recorded(rank: int, folder: Path) -> NDArray[np.int64]:
     with eplb.record(alike, folder / "open"):
         said["record is open on this model: close it"] = said_by(lambda: eplb.attach(alike))
     assert all(words in line and "\n" not in line for words, line in said.items()), said
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == groups
     return chosen
 
 

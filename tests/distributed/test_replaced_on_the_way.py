@@ -93,8 +93,7 @@ def test_experts_that_are_written_after_a_forward_which_broke_off() -> None:
 
 
 def forked(rank: int) -> tuple[int, int]:
-    """The exit status of a child that ends as a script's helper which calls sys.exit(), and how often its parent lost
-    connections."""
+    """The exit status of a child that ends by sys.exit(), and how often its parent lost connections."""
     job = Run(rank, overlap=True, timeout_seconds=5.0)
     job.until(RebalanceCommitted)
     job.until_sent()
@@ -116,8 +115,7 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_alone() -> None:
 
 
 def closed_by_a_handler(rank: int, together: bool) -> bool:
-    """SIGTERM comes while a forward waits for its experts; the handler closes the balancer, as a scheduler's notice is
-    often answered."""
+    """SIGTERM comes while a forward waits for its experts; the handler closes the balancer."""
     job = Run(rank, overlap=True, timeout_seconds=5.0)
     job.until(RebalanceCommitted)
     signal.signal(signal.SIGTERM, lambda *_: job.balancer.close())

@@ -209,6 +209,9 @@ def late(rank: int) -> None:
     job = started(rank, "replicas", timeout_seconds=training.DEADLINE)
     job.step()
     phases, before = Phases(job.model, job.optimizer, "resize"), logits(job.model)
+    with job.balancer.no_sync():
+        job.forward().backward()
+    job.optimizer.zero_grad()
     job.balancer.suspend()
     if rank == 0:
         assert f"rank 1 did not come to resume() within {training.DEADLINE:g} s" in said_by(job.balancer.resume)
@@ -221,6 +224,7 @@ def late(rank: int) -> None:
     assert "is not in the optimizer's state any more: load it first" in said and "\n" not in said
     job.optimizer.state.update(state)
     job.balancer.resume()
+    job.balancer.reduce_gradients()
     assert torch.equal(before, logits(job.model))
     job.step()
     if rank == 0:
@@ -286,8 +290,7 @@ def test_a_rank_that_gets_no_memory_keeps_all_from_moving_until_it_does() -> Non
 
 
 def closed(rank: int) -> None:
-    """One rank has freed its weights ahead of suspend(). A close while replicas have no memory leaves homes where they
-    were."""
+    """One rank has freed its weights ahead of suspend(). A close without memory of replicas leaves homes there."""
     job = started(rank, "replicas")
     job.step()
     phases, before = Phases(job.model, job.optimizer, "data"), logits(job.model)

@@ -22,7 +22,7 @@ from eplb_runtime.hosts.attaching import trial
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.replicas.sync import ReplicaSync
-from eplb_runtime.tools.verification import Report, Run, shares
+from eplb_runtime.tools.verification import Report, Run, proof, shares, untrained
 
 KEPT: dict[str, torch.Tensor] = {}
 
@@ -171,6 +171,21 @@ def test_what_shows_nothing_is_unknown(reports: dict[str, Report]) -> None:
     report = reports["a snapshot"]
     assert report.verdict == "unknown" and report.moved["equal"], "nobody has registered it"
     assert {one["holder"].split(":")[0] for one in report.unregistered} == {"rank 0", "rank 1"}
+
+
+def ended(folder: Path, steps: int, failure: str = "", digest: int = 0) -> Run:
+    folder.mkdir()
+    for step in range(steps + 1):
+        (folder / f"step-{step:05d}.jsonl").write_text(f'[[0]]\n[["a", "number", -1, 1, {digest}, [0.0]]]')
+    return Run(folder, {"commits": 1}, failure)
+
+
+@pytest.mark.parametrize(("moved", "verdict"), [((2, "failed"), "wrong"), ((2,), "unknown"), ((3, "", 1), "unknown")])
+def test_a_run_that_ends_sooner_is_wrong_only_by_homes(tmp_path: Path, moved: tuple[Any, ...], verdict: str) -> None:
+    runs = [ended(tmp_path / "1", 3), ended(tmp_path / "2", *moved), ended(tmp_path / "3", 2, "failed")]
+    report = proof(lambda _: runs.pop(0))
+    assert report.verdict == verdict and "ended sooner" in report.reason
+    assert "no weight has a gradient" in next(untrained(ended(tmp_path / "4", 1)))
 
 
 def test_gradients_that_are_no_numbers_have_no_factor(tmp_path: Path) -> None:

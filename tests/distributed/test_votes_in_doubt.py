@@ -204,7 +204,7 @@ def copies_not_refreshed(rank: int) -> str:
 @pytest.mark.long
 def test_copies_that_cannot_follow_are_named_not_the_experts_that_are_where_they_should_be() -> None:
     for said in run_ranks(RANKS, copies_not_refreshed):
-        assert said.startswith("copies of layer") and "connection closed by peer" in said
+        assert said.startswith("replicas of MoE layer") and "connection closed by peer" in said
 
 
 # -- a rank that stands still, or dies ---------------------------------------------------------------------------------

@@ -70,8 +70,7 @@ def copied(pairs: Iterable[tuple[str, Tensor]]) -> STATE:
 
 
 class ByNames:
-    """Stands in for slime: a generator of this rank's parameters, named over the whole model; who has which name is
-    asked once."""
+    """Stands in for slime: a generator of this rank's parameters, named over the whole model, once."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -94,8 +94,7 @@ def in_order(model: nn.Module, balancer: eplb.Balancer) -> Named:
 
 
 def exported(rank: int, family: str, replica_slots: int) -> None:
-    """The folder of the whole model, before and after a move. The control: a walk by local index is right before it,
-    and wrong after."""
+    """The folder of the whole model, before and after a move. A walk by local index is right before it alone."""
     job = started(family, replica_slots)
     model, balancer = job.model, job.balancer
     static = taken(balancer.named_logical_tensors(bucket_bytes=BUCKET))
@@ -140,9 +139,9 @@ def verified(balancer: eplb.Balancer, moved: Named, walked: Named, cast: Named, 
         (all_equal, dict(list(moved.items())[rank::RANKS])),
         (all_equal, moved if rank == 1 else lacking),
         ("model.layers.0.mlp.experts.", walked),
-        (f"not the model's: {of_expert}; where experts", {**moved, of_expert: moved[of_expert] + (rank == 1)}),
+        (f"not equal to the model's: {of_expert}; where experts", {**moved, of_expert: moved[of_expert] + (rank == 1)}),
         (f"experts that no rank has given: {of_expert}", lacking),
-        (f"not the model's: {dense}; where", {**moved, dense: moved[dense] + 1}),
+        (f"not equal to the model's: {dense}; where", {**moved, dense: moved[dense] + 1}),
         ("dtype= casts", cast),
         (
             "rank 0: verify_export was given module.",

@@ -1,5 +1,4 @@
-"""Hooks, gradients, attributes and optimizer state of expert parameters: they go along with the experts, or are refused
-in one line."""
+"""Hooks, gradients, attributes and optimizer state of expert parameters: they go along, or are refused."""
 
 from __future__ import annotations
 
@@ -87,10 +86,10 @@ REFUSED: dict[str, tuple[Callable[[Hung], object], str]] = {
     "gradients": (lambda job: (job.backward_of(0), job.attach()), "has a gradient from a backward pass before attach"),
     "tied": (tied, "down_proj is the same tensor as model.layers.1.mlp.experts.down_proj: tied"),
     "hook with copies": (hooked_with_copies, "layers.1.mlp.experts.down_proj has gradient hooks, and with replica"),
-    "an average that DDP broadcasts": (registered_after_ddp, "and call balancer.register before"),
+    "an average that DDP broadcasts": (registered_after_ddp, "attach, call balancer.register, and then wrap"),
     "gradient penalty": (gradient_penalty, "create_graph=True through MoE layers"),
     "step in a backward pass": (step_in_backward, "optimizer.step() inside a backward pass"),
-    "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict does not say"),
+    "state of before a migration": (state_of_before_a_migration, "the optimizer's state dict may hold other experts"),
 }
 
 

@@ -57,7 +57,7 @@ def test_a_reader_that_goes_away_causes_no_traceback(load_file: Path) -> None:
     os.close(read_end)
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(write_end)
-    assert done.returncode == 1 and done.stderr == ""
+    assert done.returncode == 141 and done.stderr == ""
 
 
 # -- in this process -----------------------------------------------------------------------------------------------
@@ -122,6 +122,12 @@ def test_bad_input_is_refused_in_one_line(load_file: Path, tmp_path: Path, refus
     cases: list[tuple[list[str | Path], str]] = [
         ([], "arguments are required: COMMAND"),
         (["bench"], "arguments are required: WHAT"),
+        (["bench", "migrate", "--ranks", "1"], "a whole number above 1"),
+        (["bench", "train", "--ranks", "3"], "choose from 1, 2, 4"),
+        (["verify"], "verify needs the command that trains"),
+        (["verify", "--family", "olmoe"], "unrecognized arguments: --family"),
+        (["verify", "--steps", "0"], "whole number above 0"),
+        (["assess", load_file, "--step-seconds", "1e99"], "a number above 0, from 2**-53 to 2**53"),
         (["plan", "/nowhere/load.npz", *CLUSTER], "/nowhere/load.npz: cannot be read: No such file or directory"),
         (["plan", load_file], "--ranks, --ranks-per-node, --slots-per-rank"),
         (["plan", load_file, *few], "slots"),

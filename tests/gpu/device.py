@@ -90,15 +90,9 @@ def trained(rank: int, jobs: Sequence[tuple[Any, ...]]) -> list[dict]:
 
 
 def train(rank: int, settings: dict[str, Any], experts: int = 8, until: Callable[..., bool] = goes_on) -> dict:
-    """Train a small model; each third of two dozen steps has other tokens.
-
-    Args:
-        settings: of the balancer, besides the usual ones.
-        until: called with balancer and step ahead of each step, which is left out where it gives False.
-
-    Returns:
-        ``losses``, the whole ``state``, the number of ``committed`` migrations, and the causes of ``aborted`` ones.
-    """
+    """Train a small model; each third of two dozen steps has other tokens. ``until`` is called with balancer and step
+    ahead of each step, which is left out where it gives False. Gives ``losses``, the whole ``state``, the number of
+    ``committed`` migrations, and the causes of ``aborted`` ones."""
     device = on_gpu(rank)
     model = make_model("olmoe", experts=experts, layers=2, top_k=2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)

@@ -74,8 +74,7 @@ def captured(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torc
 
 
 def follow(rank: int) -> list[tuple[bool, bool]]:
-    """Whether a replay gives what the model gives by itself, over batches and placements; and whether counts are
-    right."""
+    """Whether a replay gives what the model gives by itself, over batches and placements, counts too."""
     job, found = AttachedStack(), []
     counter = job.balancer.runtime.counter
     with torch.no_grad():

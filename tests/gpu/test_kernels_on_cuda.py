@@ -1,5 +1,4 @@
-"""What every batch does on the device: kernels give what their references give on the CPU, wait for nothing, and go on
-in a CUDA graph."""
+"""What every batch does on the device: kernels give what CPU references give, wait for nothing, fit CUDA graphs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Nothing of it is seen outside: removing the namespaces removes cables, addresses and processes. A host has a name of its
 own (UTS namespace), address 10.77.0.<number> on ``eth0``, and shares files and memory with the others. As a command:
 
-    python tests/multinode/namespaces.py 1gbit 2 eplb_runtime.cli bench dispatch --repeats 5 --json
+    PYTHONPATH=tests python tests/multinode/namespaces.py 1gbit 2 eplb_runtime.cli bench dispatch --repeats 5 --json
 
 starts two ranks on each of two hosts, whose cables carry 1 Gbit/s outwards, and prints what host 0 says.
 """

@@ -55,14 +55,8 @@ def missing() -> str:
 
 
 class Slurm:
-    """A context manager that leaves nothing behind.
-
-    Args:
-        folder: for settings, logs and what jobs print; its path is short enough for a socket's name.
-
-    Attributes:
-        environment: for commands that talk to it.
-    """
+    """A context manager that leaves nothing behind. The folder, for settings, logs and what jobs print, has a path
+    short enough for a socket's name; ``environment`` is for commands that talk to it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

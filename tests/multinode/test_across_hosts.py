@@ -133,8 +133,7 @@ def losses_of_one_process(steps: int) -> list[float]:
 
 
 def test_a_job_goes_on_without_a_host_that_died(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """Three hosts, of which two work, because three do not divide the experts; one of the two dies, and the one that
-    stood by takes its place."""
+    """Three hosts, of which two work, because three do not divide the experts; one dies, the third takes its place."""
     cluster = make_cluster(3)
     elastic = {"MIN_NODES": 1, "RESTARTS": 4, "LAST_CALL_SECONDS": 3, "HOST_LOST_SECONDS": 3}
     options = ["--folder", tmp_path, "--steps", 8, "--die-at", 7, "--with-torchrun"]

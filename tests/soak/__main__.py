@@ -28,20 +28,12 @@ def run(
     bouts: int = 20,
     settings: tuple[str, ...] = tuple(SETTINGS),
 ) -> dict[str, Any]:
-    """Start ranks on this machine, life after life.
+    """Start ranks on this machine, life after life, for so many minutes in which bouts of faults begin; after ``bouts``
+    of a life a rank is killed. Lives take ``settings``, names in `life.SETTINGS`, in turn.
 
-    Args:
-        minutes: in which bouts of faults begin.
-        seed: of the faults.
-        processes: ranks of the job.
-        bouts: in a life; then a rank is killed.
-        settings: names in `life.SETTINGS`, which lives take in turn.
-
-    Returns:
-        JSON-able: ``passed`` (nothing ``failed``: no ranks parted, no bit differed, no job ended but by a kill, nothing
-        hung or grew, and rebalances committed again after each fault); counts; ``faults``: a row for each point and
-        fault with how often it was ``drawn`` and ``reached``.
-    """
+    JSON-able: ``passed`` (nothing ``failed``: no ranks parted, no bit differed, no job ended but by a kill, nothing
+    hung or grew, and rebalances committed again after each fault); counts; ``faults``: a row for each point and fault
+    with how often it was ``drawn`` and ``reached``."""
     ends, number = time.monotonic() + 60 * minutes, 0
     drawn, reached, counts = Counter[Any](), Counter[Any](), Counter[str]()
     failed: list[dict[str, Any]] = []

@@ -28,14 +28,8 @@ _ERRORS: Sequence[type[Exception]] = (RuntimeError, OSError, MemoryError, KeyErr
 
 @dataclass(frozen=True)
 class Draw:
-    """One fault.
-
-    Args:
-        point: where it happens.
-        victim: the rank on which, or `ALL_RANKS`.
-        passes: how often the victim passes the point before.
-        amount: in [0, 1): how long, or which.
-    """
+    """One fault at a point of a rank, or of `ALL_RANKS`, after so many passes of it; ``amount`` in [0, 1) says how
+    long, or which."""
 
     fault: str
     point: Phase
@@ -48,12 +42,8 @@ class Draw:
 
 
 def draws(chance: random.Random, ranks: int, first: int) -> Iterator[list[Draw]]:
-    """All faults at all points in a random order, again and again, now and then two.
-
-    Args:
-        chance: seeded alike on every rank.
-        first: how many were drawn before.
-    """
+    """All faults at all points in a random order, again and again, now and then two; ``first`` were drawn before. The
+    chance is seeded alike on every rank."""
     pairs = [(fault, point) for fault in FAULTS for point in Phase if fault != KILL]
     pairs = [(fault, point) for fault, point in pairs if fault != "exception" or point not in NOT_RAISED]
     random.Random(0).shuffle(pairs)
@@ -68,13 +58,7 @@ def draw_of(chance: random.Random, fault: str, point: Phase, victim: int) -> Dra
 
 
 class Faults:
-    """What one rank does at the points of its balancer.
-
-    Args:
-        balancer: of this rank.
-        rank: this one.
-        timeout_seconds: of the balancer.
-    """
+    """What one rank does at the points of its balancer."""
 
     def __init__(self, balancer: Balancer, rank: int, timeout_seconds: float) -> None:
         self.groups, self.timeout_seconds = balancer.runtime.groups, timeout_seconds

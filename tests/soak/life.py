@@ -37,15 +37,14 @@ from .faults import KILL, Draw, Faults, draw_of, draws
 INTERVAL, TIMEOUT_SECONDS = 2, 3.0
 """Of the disturbed balancer."""
 MOST_STEPS, CONNECTING_SECONDS = 14, 30.0
-"""A fault that has not happened in so many steps needs connections that break; then it has as many again, and so
-long."""
+"""A fault that has not happened in so many steps needs connections that break, then as many again."""
 RECOVERY_SECONDS = 90.0
 """After the faults of a bout a rebalance must have committed within."""
 HANG_SECONDS = 120.0
 """A step takes less, however busy the machine is."""
 LEAST_SAMPLES = 12
 """Of what a process holds; with fewer nothing is said."""
-STALE_COPIES = "are of experts as they were"
+STALE_COPIES = "still have their old weights"
 TOLERANCE = 1e-10
 """Relative, with copies, in float64."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -58,13 +57,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Life:
-    """One life of a job.
-
-    Args:
-        settings: a name in `SETTINGS`.
-        bouts: of faults.
-        ends: by `time.monotonic`; no bout begins later.
-    """
+    """One life of a job under `SETTINGS` of this name, of so many bouts of faults, none of which begins after ``ends``
+    (by `time.monotonic`)."""
 
     number: int
     seed: int

@@ -13,12 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Handle:
-    """Which tokens travel where.
-
-    Args:
-        sent_TR: bool, of this rank's tokens.
-        received: rows of each rank.
-    """
+    """Which of this rank's tokens travel where (bool), and how many rows were ``received`` from each rank."""
 
     group: Any
     sent_TR: Tensor

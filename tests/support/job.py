@@ -138,8 +138,7 @@ def mean_over_ranks(numbers: list[float]) -> list[float]:
 
 
 class Run:
-    """A job on this rank: the model, which a wrapper may stand before as `module`, its optimizer, and after `attach`
-    the balancer."""
+    """A job on this rank: the model, perhaps in a wrapper (`module`), its optimizer, and after `attach` balancer."""
 
     balancer: eplb.Balancer
 

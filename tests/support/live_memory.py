@@ -12,12 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Inside, every storage that an operation makes counts until nobody holds it any more.
-
-    Attributes:
-        live: bytes now.
-        peak: the most that it ever was.
-    """
+    """Inside, every storage that an operation makes counts until nobody holds it any more: ``live`` bytes
+    now, and ``peak``, the most that it ever was."""
 
     def __init__(self) -> None:
         super().__init__()

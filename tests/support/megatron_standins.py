@@ -68,8 +68,7 @@ def _gathered_attention() -> type:
 
 
 def adamw_steps() -> None:
-    """0.16.1 does not find the number of steps where torch's AdamW keeps it, also without us; TransformerEngine's and
-    Apex's have no such tensor."""
+    """0.16.1 does not find the number of steps where torch's AdamW keeps it, also without us."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     own = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -150,8 +149,7 @@ class GroupedLinear(nn.Module):
 
 
 class CachingLinear(GroupedLinear):
-    """Computes with weights that it has rounded in the first micro-batch of a step, as TransformerEngine's layers keep
-    FP8 of theirs."""
+    """Computes with weights that it has rounded in the first micro-batch of a step, as TransformerEngine keeps FP8."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

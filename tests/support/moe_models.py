@@ -19,12 +19,8 @@ def make_model(
     width: int = 32,
     tied: bool = False,
 ) -> nn.Module:
-    """A causal language model with ``layers`` MoE layers of ``experts`` experts, weights from ``seed``.
-
-    Args:
-        width: of tokens and inside an expert.
-        tied: whether the output layer is the embedding.
-    """
+    """A causal language model with ``layers`` MoE layers of ``experts`` experts, weights from ``seed``,
+    and a ``width`` of tokens and inside an expert; ``tied``: the output layer is the embedding."""
     import transformers as hf
 
     common = {

@@ -15,14 +15,7 @@ import torch
 
 
 class Double:
-    """One process's NVSHMEM.
-
-    Args:
-        folder: where the heaps lie.
-
-    Attributes:
-        calls: names, in order.
-    """
+    """One process's NVSHMEM, its heaps in a folder; ``calls``: names, in order."""
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[str] = []

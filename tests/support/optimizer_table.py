@@ -1,6 +1,6 @@
 """Real optimizers in an attached job: either moved experts train as static ones, to the bit, or one line says why not.
 
-    python tests/support/optimizer_table.py [PACKAGE ...]
+    PYTHONPATH=tests python tests/support/optimizer_table.py [PACKAGE ...]
 
 runs all that the named packages (default: those that are installed) have, and prints a line for each.
 """
@@ -63,12 +63,8 @@ class AroundAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one optimizer.
-
-    Args:
-        way: ``"to the bit"``, ``"refused"``, ``"stays"``, ``"differs"``, ``"random"`` or ``"not run"``.
-        line: that says why, of ours or, where it does not run, its own.
-    """
+    """What came of one optimizer: ``"to the bit"``, ``"refused"``, ``"stays"``, ``"differs"``, ``"random"`` or ``"not
+    run"``, and the line that says why, of ours or, where it does not run, its own."""
 
     way: str
     line: str = ""

@@ -43,11 +43,15 @@ def run_script(
         there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environment}
         processes = start_script(words, logs, there, server=server)
         end = monotonic() + seconds
-        while left := [process for process in processes if process.is_alive()]:
-            connection.wait([process.sentinel for process in left], max(0, end - monotonic()))
-            if monotonic() > end or any(process.exitcode for process in processes):
-                for process in processes:
-                    process.kill()
+        try:
+            while left := [process for process in processes if process.is_alive()]:
+                connection.wait([process.sentinel for process in left], max(0, end - monotonic()))
+                if monotonic() > end or any(process.exitcode for process in processes):
+                    break
+        finally:  # also where the test's own time is over
+            for process in processes:
+                process.kill()
+                process.join()
         said = ("".join(log[to].read_text() for log in logs) for to in (0, 1))
         return CompletedProcess(words, max(abs(process.exitcode or 0) for process in processes), *said)
 

@@ -202,7 +202,7 @@ def what_is_cancelled_is_not_written(rank: int, transport: Transport) -> None:
         waiter = threading.Thread(target=lambda: heard.append(said_by(lambda: pending.wait(soon()))))
         waiter.start()
         pending.abort()
-        waiter.join(10)
+        waiter.join(TIMEOUT / 2)
         assert heard and heard[0]
         tell("cancelled")
         hear("sent in vain")

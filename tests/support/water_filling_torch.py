@@ -7,17 +7,9 @@ from torch import Tensor
 
 
 def assign_slots(expert_TK: Tensor, sent_EC: Tensor, copy_slot_EC: Tensor) -> Tensor:
-    """The slot that computes each choice of this rank's tokens; the order of tokens decides.
-
-    Args:
-        expert_TK: integer ``[T, K]``, logical experts; -1 for no choice.
-        sent_EC: int64 ``[E, C]``, this source rank's row of ``split_counts``; its sums over C are at least the choices.
-        copy_slot_EC: int64 ``[E, C]`` of the tables.
-
-    Returns:
-        int64 ``[T, K]``: the first ``sent_EC[e, 0]`` choices of expert e, in order of (token, k), go to its first copy,
-        the next ``sent_EC[e, 1]`` to its second, and so on; -1 stays -1.
-    """
+    """The slot that computes each choice of this rank's tokens, int64 ``[T, K]``: the first ``sent_EC[e, 0]`` choices
+    of expert e, in order of (token, k), go to its first copy, the next ``sent_EC[e, 1]`` to its second, and so on; -1,
+    no choice, stays -1. ``sent_EC``: this source rank's row of ``split_counts``; ``copy_slot_EC``: of the tables."""
     flat = expert_TK.reshape(-1).to(torch.int64)
     order = torch.argsort(flat, stable=True)
     occurrence = torch.empty_like(order)

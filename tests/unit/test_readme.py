@@ -113,9 +113,7 @@ def test_the_script_is_the_example() -> None:
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path: Path) -> None:
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target:
-            continue
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text):
         file, _, anchor = target.partition("#")
         linked = path if not file else path.parent / file
         assert linked.exists(), target
@@ -129,3 +127,5 @@ def test_commands_are_understood(path: Path) -> None:
             _parser().parse_args(shlex.split(line, comments=True)[1:])
         except SystemExit:
             pytest.fail(f"{path.name}: {line}")
+    for command, file in re.findall(r"`(pytest [^`]*?(tests/\S+\.py)[^`]*)`", path.read_text()):
+        assert "-m" in command or not re.search("^pytestmark.*long", (ROOT / file).read_text(), re.MULTILINE), command

@@ -88,13 +88,13 @@ class Gradients(LoopHooks):
         for name, parameter in self._parameters.items() if self._replicas is not None else ():
             if foreign_hooks(parameter):
                 raise RuntimeError(
-                    f"{name} has gradient hooks, and with replica slots a part of its gradient comes from copies, past "
-                    "them: change gradients after balancer.reduce_gradients() instead, or use replica_slots=0"
+                    f"{name} has gradient hooks, and with replica slots they miss what replicas add to its gradient: "
+                    "change gradients after balancer.reduce_gradients() instead, or set replica_slots=0"
                 )
             if parameter.requires_grad and name not in self._trained_at_attach:
                 raise RuntimeError(
-                    f"{name} was frozen when the model was attached and is trained now, but its copies gather no "
-                    "gradients: freeze it again, unfreeze it before attach, or use replica_slots=0"
+                    f"{name} was frozen when the model was attached and is trained now, but its replicas return no "
+                    "gradients: freeze it again, unfreeze it before attach, or set replica_slots=0"
                 )
         self._divide_trained()
         for averaging in self._averaged:

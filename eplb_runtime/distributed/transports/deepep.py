@@ -92,8 +92,8 @@ def refuse_filled_memory() -> None:
     """Raise RuntimeError if torch is set to fill fresh memory: that would overwrite what DeepEP writes there."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise RuntimeError(
-            "DeepEP and torch.use_deterministic_algorithms(True): set "
-            "torch.utils.deterministic.fill_uninitialized_memory = False, or fresh memory is filled over what arrives"
+            "torch.use_deterministic_algorithms(True) lets torch overwrite what DeepEP receives: set "
+            "torch.utils.deterministic.fill_uninitialized_memory = False"
         )
 
 

@@ -346,7 +346,8 @@ def _record(made: Connected, balancer: Balancer) -> None:
         recorder = Recorder(Path(config.run), placement.num_layers, placement.num_experts, recorded)
         balancer.events.subscribe(recorder.hear)
         balancer.close_with(recorder.close)
-    progress = lambda: balancer.rebalancer.clock.progress(balancer.rebalancer.step)  # noqa: E731
+    clock, loop = balancer.rebalancer.clock, weakref.proxy(balancer.loop)  # the page's thread may keep no model
+    progress = lambda: clock.progress(loop.step)  # noqa: E731
     balancer.show_on(Observers(config, topology, placement, len(job.ranks), progress, job.layers_of_stage))
 
 

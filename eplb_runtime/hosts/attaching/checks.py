@@ -113,8 +113,7 @@ class Checked(Request):
 
 def check(asked: Request) -> Checked:
     """Return the request with the initial placement and tests of its layers, or raise AttachError on all ranks; change
-    nothing. Collective: ranks exchange what each refuses by itself, and what must be equal on all. Then a few rows run
-    through each layer."""
+    nothing. Collective: ranks exchange what each refuses, and what must be equal. A few rows run through each layer."""
     config, groups, job = asked.config, asked.groups, asked.job
     facts, given = list[_Fact](), None
     problem = "; also, ".join(_problems(asked))
@@ -450,7 +449,7 @@ def _why_slots_count(compute: Compute, rows: Tensor, weights: Sequence[Tensor]) 
             return "let a row's result depend on that row alone: it changes when other rows are computed with it"
     turned = compute(rows.roll(_ROWS, 0), each, [tensor.roll(1, 0) for tensor in weights])
     if not same_to_rounding(turned, together.roll(_ROWS, 0)):
-        return "keep what belongs to an expert in its tensors, which move: its code depends on the slot's number"
+        return "the result depends on the slot's number, but experts change slots: keep an expert's data in its tensors"
     return ""
 
 
@@ -468,8 +467,8 @@ def _why_run_differs(run: Run, compute: Compute, width: int, weights: Sequence[T
     if own_TD.shape != expected_TD.shape or same_to_rounding(own_TD, expected_TD):
         return ""
     return (
-        "let the method that attach replaces give no more than router weight times expert, added up (no shared expert, "
-        "factor, capacity or weights that it changes)"
+        "the method that attach replaces must return the sum of router weight times expert output and nothing more: "
+        "move shared experts, factors, capacity limits and changes of router weights out of it"
     )
 
 

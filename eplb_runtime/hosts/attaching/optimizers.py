@@ -113,8 +113,8 @@ class Optimizers(LoopHooks):
             )
         elif instead_of is not None and (old is None or not old.hooks or instead_of not in tensors.optimizers):
             why = (
-                f"instead_of is a {type(instead_of).__name__} that the balancer does not have by itself: give the very "
-                "one that attach or adopt was given; to replace a framework's own close, and attach again"
+                f"instead_of is a {type(instead_of).__name__} that was not given to attach or adopt by itself: give "
+                "the optimizer that was; to replace a framework's own, call balancer.close() and attach again"
             )
         elif old is not None and any(one.stepped is not None for one in self._known):
             why = (

@@ -32,9 +32,9 @@ OF_ONE_RANK = (
 def refusal(what: str, name: str, instead: str = OURS) -> str:
     """Return an error line: a ``what`` does not say that its rows of ``name`` are this rank's experts; with advice."""
     return (
-        f"the {what} does not say that its rows of {name} are the experts that stand here: plain state fits only the "
-        f"rank and placement that it was taken at; keep its {MARK!r}, load state of all experts before attach, average "
-        f"tensors that move along (balancer.register), or use {instead}"
+        f"the {what} may hold other experts in its rows of {name} than this rank has now: a plain state dict fits only "
+        f"the rank and placement that it was taken at; keep its entry {MARK!r}, load all experts before attach, give "
+        f"averages to balancer.register, or use {instead}"
     )
 
 
@@ -235,8 +235,7 @@ def keep_logical_order(
 
 
 def order_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], balancer: Balancer) -> Handles:
-    """Hook an optimizer: its state dict has experts in logical order, and loading takes them so. Both become
-    collective. Return the hooks' handles."""
+    """Hook an optimizer: its state dict has experts in logical order, as loading does; collective. Return handles."""
 
     def in_order(state: dict[str, Any], loads: bool) -> dict[str, Any]:
         balancer.runtime.barrier("the state of the optimizer")

@@ -360,21 +360,21 @@ class TrialRun(LoopHooks):
 
 def unregistered(models: Sequence[nn.Module], registry: ExpertTensors, owned: Iterable[Tensor | None]) -> list[Tensor]:
     """Return live tensors of this process that may hold experts and are not of the models, their gradients, the
-    registry or ``owned``: of an expert parameter's shape, or vectors with as many elements as experts have. Run the
-    garbage collector and unfreeze its objects first."""
+    registry or ``owned``: of the shape of an expert parameter or of one expert in it, or vectors with as many elements
+    as experts have. Run the garbage collector and unfreeze its objects first."""
     gc.collect()
     gc.unfreeze()  # else what was frozen is not among them
     held = [one for model in models for tensors in (model.parameters(), model.buffers()) for one in tensors]
     gradients = [getattr(tensor, name, None) for tensor in held for name in ("grad", "main_grad")]
     known = {0, *(_memory_of(one) for one in (*held, *gradients, *owned, *registry.parameters()) if one is not None)}
-    shapes, sizes = {tuple(one.shape) for one in registry.parameters()}, _sizes(models, registry)
+    shapes = {tuple(one.shape) for one in registry.parameters()}
+    parts = {shape[1:] for shape in shapes if len(shape) > 2} | {(size,) for size in _sizes(models, registry)}
     found = []
     for value in gc.get_objects():
         if issubclass(type(value), Tensor):  # isinstance() wakes objects that pretend to be of another class
             with suppress(Exception):  # there are tensors that cannot even say their shape
                 shape, memory = tuple(value.shape), _memory_of(value)
-                is_vector = len(shape) == 1 and shape[0] in sizes and value.grad_fn is None
-                if memory not in known and (shape in shapes or is_vector):
+                if memory not in known and (shape in shapes or (shape in parts and value.grad_fn is None)):
                     known.add(memory)
                     found.append(value)
     return found

@@ -9,7 +9,7 @@ from ..attaching.description import EXACT_IN_ONE_SUM, Exact, Refusal
 
 VERSION = "Transformers 5.23 or newer"
 LOAD = 'load the model with DistributedConfig(fsdp_size=..., ep_size=..., ep_implementation="eplb")'
-_SIZES = ("ep_size", "fsdp_size", "tp_size", "pp_size", "dp_replicate_size")
+SIZES = ("ep_size", "fsdp_size", "tp_size", "pp_size", "dp_replicate_size")
 _WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP")
 
 
@@ -18,7 +18,7 @@ def options_of(content: Any) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         return {}
     found = content.get("distributed_config", content)
-    names = (*_SIZES, "ep_implementation", "distributed_type", "parallelism_config")
+    names = (*SIZES, "ep_implementation", "distributed_type", "parallelism_config")
     return dict(found) if isinstance(found, Mapping) and any(name in found for name in names) else {}
 
 

@@ -201,9 +201,8 @@ class MicroBatchChannels:
         """Raise BackwardInsideError if `both` runs with ``forwards_only``; else do nothing."""
         if self._forwards_only:
             raise BackwardInsideError(
-                "a backward pass inside at_once: its tokens would go the way of the second batch's, and ranks would "
-                "take one for the other; return the losses, and call backward() on one after the other when at_once "
-                "has ended"
+                "a backward pass inside at_once would mix up the token exchanges of the two batches: return the "
+                "losses, and call backward() on one after the other when at_once has ended"
             )
 
     def both(

@@ -21,8 +21,8 @@ from torch import Tensor
 from .channels import MicroBatchChannels
 
 _DIFFERS = (
-    "activation recompute chose other experts than its forward did: gradients would be those of another function. Make "
-    "the forward repeat itself (torch.use_deterministic_algorithms, dropout with its random state preserved)"
+    "activation recompute chose other experts than the forward before it, so gradients would be wrong: make the "
+    "forward deterministic (torch.use_deterministic_algorithms, and preserve_rng_state=True for dropout)"
 )
 _MOVED = (
     "experts changed places, or copies ended, between a forward and its backward pass (balancer.rebalance(), "

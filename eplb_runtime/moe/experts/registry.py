@@ -218,8 +218,8 @@ class ExpertTensors:
             # Slices are added to without a hook, after `forget_zeroed`.
             if left is not None and gradient is not None and left() is gradient and (is_sliced(one) or gradient.any()):
                 raise RuntimeError(
-                    f"experts have moved since the last step, and the gradient of {name} from before, which has not "
-                    "moved along, is added to or used again: zero gradients after each step"
+                    f"experts have moved since the last step, but the gradient of {name} is still that of the experts "
+                    "that were here before: call optimizer.zero_grad() after each step"
                 )
             self._left_behind.pop(one, None)
 

@@ -14,8 +14,6 @@ from ..types import PlanError, PlanRequest
 from .align import align, resolve
 
 Array = NDArray[np.int32]
-MOST = 1e30
-"""Tokens of an expert: sums of more leave float32."""
 
 
 def deepseek(request: PlanRequest) -> Placement:
@@ -48,7 +46,7 @@ def balance(
     all ranks are one node.
 
     Args:
-        load: ``[L, E]``, tokens of each logical expert; taken in float32.
+        load: ``[L, E]``, tokens of each logical expert; taken in float32, each layer's in a power of two of tokens.
         num_slots: P, all slots of a layer.
         num_groups: expert groups, each of E / num_groups consecutive experts.
         num_nodes: nodes.
@@ -61,9 +59,10 @@ def balance(
     Raises:
         PlanError: sizes that do not divide each other, or fewer slots than experts.
     """
-    weight_LE = np.minimum(np.asarray(load, dtype=np.float64), MOST).astype(np.float32)
-    if weight_LE.ndim != 2:
-        raise PlanError(f"load has shape {weight_LE.shape}; it must be [layers, experts]")
+    tokens_LE = np.asarray(load, dtype=np.float64)
+    if tokens_LE.ndim != 2:
+        raise PlanError(f"load has shape {tokens_LE.shape}; it must be [layers, experts]")
+    weight_LE = np.ldexp(tokens_LE, -np.frexp(tokens_LE.max(axis=1, keepdims=True))[1]).astype(np.float32)
     if num_groups % num_nodes:
         num_groups, num_nodes = 1, 1
     layers, experts = weight_LE.shape

@@ -151,7 +151,7 @@ def _find_swap(layer: Layer, rank: int) -> tuple[int, int]:
     d tokens from load x to load y lower the two squares by 2 d (x - y - d), at most by (x - y)^2 / 2.
     """
     ranks, scenarios = layer.load_RW.shape
-    size, homes = layer.per_rank, layer.homes if layer.homes > 1 else 0
+    size, homes = layer.per_rank, layer.homes if layer.homes > 1 or layer.virtual_R.any() else 0
     best, found, other = 0.0, -1, -1
     for partner in range(ranks if homes else 0):
         if partner == rank:

@@ -15,6 +15,7 @@ from ...distributed.transports import TRANSPORTS
 from ...migration.engine import MigrationEngine
 from ...moe.experts.registry import ExpertTensors
 from ...placement import Placement
+from ..launch import LaunchError
 from . import timed
 
 SHAPES = ((256, 512), (1024, 1024))
@@ -36,10 +37,10 @@ def run(
         and irecv of one message an expert) and their ``ratio``.
 
     Raises:
-        ValueError: there is one rank only.
+        LaunchError: there is one rank only.
     """
     if dist.get_world_size() < 2:
-        raise ValueError("bench migrate needs 2 ranks or more")
+        raise LaunchError("bench migrate needs 2 ranks or more")
     groups = ProcessGroups(Ranks(), [1], device, DEADLINE_SECONDS)
     try:
         rows = [_row(groups, device, repeats, transport, shape) for shape in shapes]

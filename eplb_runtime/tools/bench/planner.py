@@ -88,16 +88,9 @@ def measure(
                 placement = function(window, shape)
                 seconds.append(time.process_time() - began)
             balance.append(1 / predicted_imbalance(window, placement))
-        yield {
-            "load": name,
-            "ranks": ranks,
-            "slots": ranks * slots,
-            "groups": shape.groups,
-            "planner": planner,
-            "balancedness": float(np.mean(balance)),
-            "bound": bound,
-            "ms": float(np.median(seconds)) * 1e3,
-        }
+        given = {"load": name, "ranks": ranks, "slots": ranks * slots, "groups": shape.groups, "planner": planner}
+        found = {"balancedness": float(np.mean(balance)), "bound": bound, "ms": float(np.median(seconds)) * 1e3}
+        yield {**given, **found}
 
 
 def _deepseek(window: FloatArray, shape: PlanShape) -> Placement:

@@ -153,10 +153,9 @@ def _row(variant: _Variant, blocks: Sequence[float], work: Workload, static: Seq
     events = variant.balancer.events
     measured = [event for event in events if isinstance(event, LoadMeasured)][-work.blocks :]
     imbalance = [value for event in measured for row in event.imbalance for value in row]
+    step_ms, spread = median(blocks) / work.interval * 1e3, max(blocks) / min(blocks)
     return {
-        "variant": variant.name,
-        "step_ms": median(blocks) / work.interval * 1e3,
-        "slowest_over_fastest": max(blocks) / min(blocks),
+        **{"variant": variant.name, "step_ms": step_ms, "slowest_over_fastest": spread},
         "imbalance": fmean(imbalance or [1.0]),
         "homes_moved": sum(event.moved_experts for event in events if isinstance(event, RebalanceCommitted)),
         "over_static": ratio(static, blocks),

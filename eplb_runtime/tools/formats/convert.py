@@ -174,7 +174,7 @@ def _placement_in(content: Content, num_ranks: int | None, skipped: int) -> Plac
             raise FileError(f"the placement is for {placement.num_ranks} ranks, not {num_ranks}")
         return placement
     held = content.value if isinstance(content.value, list) else content.value["physical_to_logical_map"]
-    rows = expert_ids(held, "the map")
+    rows = expert_ids(held, "the map").astype(np.int64)
     if skipped and skipped >= len(rows):
         raise FileError(f"{skipped} dense layers of {len(rows)}: none would be left")
     rows = rows[skipped:]

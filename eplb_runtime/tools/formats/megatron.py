@@ -17,8 +17,7 @@ from .reading import MOST_EXPERTS, Content, expert_ids, first_line
 NAME = re.compile(r"router_trace_rank\d+\.jsonl")
 STAGE = "pre_dispatch"
 """Place in a layer where the choices were taken; lines of any other stage are left out."""
-MOST_BYTES = 64 << 30
-"""Of one rank's file, which is read line by line."""
+MOST_BYTES = 64 << 30  # of one rank's file, which is read line by line
 
 _Layer = tuple[bool, int, int]
 """In a multi-token prediction block or not, that block's index, and the layer's number in its block."""
@@ -87,10 +86,10 @@ def _read(line: bytes) -> tuple[tuple[int, _Layer] | None, NDArray[np.int64], in
     rows = record["top_indices"]
     ids = expert_ids(rows, "top_indices").reshape(-1).astype(np.int64) if rows else none
     ids = ids[ids >= 0]  # a token that is dropped, or padding
-    if ids.size and ids.max() >= MOST_EXPERTS:
-        raise ValueError(f"expert {ids.max()}")
     shape = record.get("logit_shape")
     of_logits = int(shape[-1]) if isinstance(shape, list) and shape else 0
+    if (largest := max(of_logits - 1, int(ids.max(initial=0)))) >= MOST_EXPERTS:
+        raise ValueError(f"expert {largest}")
     return (int(record["step"]), layer), ids, of_logits
 
 

@@ -44,8 +44,9 @@ def _replayed(files: Iterable[Content]) -> NDArray[np.int64]:
     """Return int64 ``[T, L, E]``, tokens per expert by rollout and layer of the model."""
     windows: list[NDArray[np.int64]] = []
     for file in files:
-        if not file.holds(*FIELDS):
-            raise FileError("the files in this directory are of different kinds: give slime's rollout data alone")
+        if not file.holds(*FIELDS) or not isinstance(file.value["samples"], list):
+            have = "the files in this directory are of different kinds, or samples are no list"
+            raise FileError(f"{have}: give slime's rollout data alone")
         rollout, counts = file.value, np.zeros((0, 0), np.int64)
         for number, sample in enumerate(rollout["samples"]):
             where = f"rollout {rollout['rollout_id']}, sample {number}"
@@ -53,7 +54,7 @@ def _replayed(files: Iterable[Content]) -> NDArray[np.int64]:
             if chosen is None:
                 raise FileError(f"{where} has no {ROUTING}: start slime with --use-rollout-routing-replay")
             ids_TLK = expert_ids(chosen, f"{where}: {ROUTING}", ("tokens", "layers", "topk"))
-            if "tokens" in sample and len(ids_TLK) != len(sample["tokens"]) - 1:
+            if hasattr(sample.get("tokens"), "__len__") and len(ids_TLK) != len(sample["tokens"]) - 1:
                 have = f"{len(ids_TLK)} rows of {ROUTING} and {len(sample['tokens'])} tokens"
                 raise FileError(f"{where} has {have}: a row for each token but the last is expected")
             of_sample = _counted(ids_TLK, where)
@@ -75,7 +76,8 @@ def _counted(ids_TLK: NDArray[np.integer], where: str) -> NDArray[np.int64]:
     if not 0 <= least <= largest < MOST_EXPERTS:
         raise FileError(f"{where}: experts {least} to {largest} in {ROUTING}")
     of_layers = (layer.reshape(-1).astype(np.int64) for layer in ids_TLK.swapaxes(0, 1))
-    counts = np.stack([np.bincount(ids, minlength=largest + 1) for ids in of_layers])
+    counts = np.array([np.bincount(ids, minlength=largest + 1) for ids in of_layers], np.int64)
+    counts = counts.reshape(-1, largest + 1)  # there may be no layers
     if ids_TLK.shape[2] > 1:
         counts[~ids_TLK.any(axis=(0, 2))] = 0  # no router gives one expert twice to a token: a dense layer
     return counts

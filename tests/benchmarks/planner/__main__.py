@@ -26,20 +26,11 @@ def run(
     tables: tuple[str, ...] = TABLES,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Measure what the tables hold.
+    """Measure what the tables (names out of `TABLES`) hold: plans for load files (none: the series that comes with the
+    package), each timed ``repeats`` times, by ours and other planners (``peers``: see :func:`peers.find_peer`).
 
-    Args:
-        loads: load files for the table of plans; none: the series that comes with the package.
-        repeats: timings of a plan.
-        peers: other planners to run beside ours, see :func:`peers.find_peer`.
-        tables: names out of `TABLES`.
-
-    Returns:
-        JSON-able, by table: rows of `bench.planner.measure` and `suite.run`; and `suite.behind`.
-
-    Raises:
-        PlanError, FileError: a peer or a file cannot be used.
-    """
+    JSON-able, by table: rows of `bench.planner.measure` and `suite.run`; and `suite.behind`. PlanError, FileError: a
+    peer or a file cannot be used."""
     others = {name: _planner(find_peer(name)) for name in peers}
     made: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "plans": lambda: _plans(loads, repeats, others),

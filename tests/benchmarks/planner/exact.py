@@ -16,18 +16,8 @@ def lowest_peaks(
     tables: SplitTables,
     speed_R: NDArray[np.float64] | float = 1.0,
 ) -> NDArray[np.float64]:
-    """Tokens of the busiest rank in each layer when every expert's tokens are shared out over its copies at best.
-
-    Args:
-        totals_LE: ``[L, E]``, tokens of each expert.
-        speed_R: of the ranks; the busiest is the one that takes longest.
-
-    Returns:
-        float64 ``[L]``.
-
-    Raises:
-        ImportError: scipy is missing.
-    """
+    """float64 ``[L]``, tokens of the busiest rank in each layer, of ``[L, E]``, when every expert's tokens are shared
+    out over its copies at best; with speeds, of the rank that takes longest. ImportError: scipy is missing."""
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 

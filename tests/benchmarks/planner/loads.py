@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 
-TOKENS_PER_EXPERT = 512
-"""Selections in a window, on average: the noise of counting."""
+TOKENS_PER_EXPERT = 512  # selections in a window, on average: the noise of counting
 
 
 def normal(windows: int, layers: int, experts: int, deviation: float = 0.3, seed: int = 0) -> FloatArray:
@@ -32,17 +31,12 @@ def bursting(windows: int, layers: int, experts: int, seed: int = 0) -> FloatArr
     return np.array(drawn, dtype=np.float64)
 
 
-TOKENS_OF_SUITE = 2000
-"""Selections of an expert in a window, on average, in the loads below."""
+TOKENS_OF_SUITE = 2000  # selections of an expert in a window, on average, in the loads below
 
 
 def skewed(windows: int, shape: tuple[int, int], spread: float, jitter: float, seed: int) -> FloatArray:
-    """float64 ``[T, L, E]``: lognormal shares that stay, each expert off by a lognormal factor in each window.
-
-    Args:
-        shape: layers and experts.
-        spread, jitter: standard deviations of the logarithms.
-    """
+    """float64 ``[T, L, E]``: lognormal shares that stay, each expert off by a lognormal factor in each window; by these
+    standard deviations of the logarithms. ``shape``: layers and experts."""
     generator = np.random.default_rng([seed, 21])
     mean = generator.lognormal(0.0, spread, shape)
     return _counted(generator, mean * generator.lognormal(-0.5 * jitter**2, jitter, (windows, *shape)))

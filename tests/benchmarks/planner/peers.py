@@ -29,10 +29,7 @@ Peer = Callable[[NDArray[np.float64], int, int, int, int], NDArray[np.int32]]
 
 def find_peer(name: str) -> Peer:
     """The planner ``name``: ``"vllm"``, ``"sglang"``, or a Python file with a ``rebalance_experts``, as DeepSeek's.
-
-    Raises:
-        PlanError: not installed, no such file, or no such function.
-    """
+    PlanError: not installed, no such file, or no such function."""
     module = _from_file(name) if name.endswith(".py") else _installed(name)
     function = _function_of(module, FUNCTION)
     if function is None:

@@ -37,15 +37,12 @@ from .loads import (
 )
 
 FloatArray = NDArray[np.float64]
-SEEDS = (11, 12, 13)
-"""Of the series of each family."""
+SEEDS = (11, 12, 13)  # of the series of each family
 LAYERS = 2
-PAST, JUDGED = 8, 12
-"""Windows planned on, and windows judged after them."""
+PAST, JUDGED = 8, 12  # windows planned on, and windows judged after them
 TRAINING = CostModel(home_bytes=226_000_000, step_seconds=4.0)
 """Qwen3-235B's expert with its optimizer state, and a step of training; over links of 50 GB/s, for 500 steps."""
-LINK_BANDWIDTH = 50e9
-"""Bytes a second."""
+LINK_BANDWIDTH = 50e9  # bytes a second
 RULES: dict[str, Callable[[FloatArray], FloatArray]] = {
     "last": lambda past: past[-1],
     "mean": lambda past: past.mean(axis=0),
@@ -53,21 +50,13 @@ RULES: dict[str, Callable[[FloatArray], FloatArray]] = {
 }
 """What DeepSeek's rule plans on."""
 NOISE = 0.005
-Draw = Callable[[int, int, int, int], FloatArray]
-"""(windows, layers, experts, seed) -> float64 ``[T, L, E]``."""
+Draw = Callable[[int, int, int, int], FloatArray]  # (windows, layers, experts, seed) -> float64 [T, L, E]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of load on a cluster.
-
-    Args:
-        replicas: replica slots of a rank.
-        drifts: planned anew before each window, not once.
-        priced: ours has to pay its seconds (`TRAINING`, gate ``"payoff"``), as in a job.
-        past: windows planned on.
-        layers: of each series.
-    """
+    """A kind of load on a cluster, ``past`` windows of which are planned on. One that ``drifts`` is planned anew before
+    each window, not once; with ``priced`` ours has to pay its seconds (`TRAINING`, gate ``"payoff"``), as in a job."""
 
     name: str
     draw: Draw
@@ -135,17 +124,12 @@ def run(
     seeds: Sequence[int] = SEEDS,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
-    """All families, each over several series.
+    """All families, each over several series, one a seed.
 
-    Args:
-        seeds: of the series.
-
-    Returns:
-        rows: ``load``, ``experts``, ``ranks``, ``replicas``; imbalance of the next windows, mean over series, layers
-        and windows: ``no_planner``; ``rule``, the best of DeepSeek's rule on the newest window, on the mean and on an
-        average in which a window counts half as much as the next; ``graph``, LPLB's fixed one on the mean; ``ours``;
-        ``moved``, slots that ours moves as a share of all, where loads drift a window.
-    """
+    Rows: ``load``, ``experts``, ``ranks``, ``replicas``; imbalance of the next windows, mean over series, layers and
+    windows: ``no_planner``; ``rule``, the best of DeepSeek's rule on the newest window, on the mean and on an average
+    in which a window counts half as much as the next; ``graph``, LPLB's fixed one on the mean; ``ours``; ``moved``,
+    slots that ours moves as a share of all, where loads drift a window."""
     rows = []
     for family in families:
         on_progress(f"{family.name}: {family.experts} experts, {family.ranks} ranks, {family.replicas} copies")

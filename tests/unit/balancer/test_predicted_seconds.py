@@ -8,6 +8,7 @@ from dataclasses import replace
 from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ from eplb_runtime.events import (
     RebalanceCommitted,
     RebalancePlanned,
 )
+from eplb_runtime.migration.engine import MigrationProgress
+from eplb_runtime.migration.schedule import Round
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.cost import CostModel
@@ -45,7 +48,7 @@ LOAD = np.array([[[90, 80, 70, 60, 4, 3, 2, 1]]], dtype=np.int64)
 def maker_of(topology: Topology = TWO, **config: Any) -> PlanMaker:
     """A decision maker that plans, without a job."""
     job = SimpleNamespace(ep_size=2, edp_ranks=(0,), stages=(0,), layers_of_stage=(1,), ranks=(0,), is_planner=False)
-    counter, chosen = SimpleNamespace(steps_per_bucket=1), BalancerConfig(gate="always", **config)
+    counter, chosen = SimpleNamespace(steps_per_bucket=1), BalancerConfig(**{"gate": "always", **config})
     runtime: Any = SimpleNamespace(config=chosen, topology=topology, counter=counter, job=job)
     return PlanMaker(runtime)
 
@@ -111,6 +114,25 @@ def test_a_plan_that_never_came_is_not_judged_and_the_next_one_is() -> None:
     assert judged(maker, LOAD)["judged_plans"] == 1
 
 
+def test_the_planner_is_told_the_settings_and_what_was_learned() -> None:
+    told: dict[str, Any] = {}
+    maker = maker_of(gate="payoff", rank_speed=(1.0, 0.5), interval=2, window=6, migration=MigrationConfig(max_moves=2))
+    maker._sources = sources = np.ones((2, 1, 8))
+    for came in (LOAD, np.full_like(LOAD, 40)):
+        maker.planner = lambda load, _, **terms: told.update(terms, windows=len(load)) or plan(load, TWO, **terms)
+        maker.history.extend(np.tile(LOAD, (5, 1, 1)))
+        maker.plan(measured(1e3), came)
+    wanted = {"gate": "payoff", "rank_speed": (1.0, 0.5), "windows": 6, "max_moves": 2, "sources": sources}
+    assert {name: told[name] for name in wanted} == wanted and 0 < told["trust"] < 1
+
+
+def test_a_plan_for_a_declared_load_is_not_judged_by_what_comes_later() -> None:
+    maker = maker_of()
+    maker.planner = plan
+    assert json.loads(maker.plan(measured(declared=LOAD.astype(float)), LOAD))["planned"]["decision"] == "rebalance"
+    assert judged(maker, LOAD)["judged_plans"] == 0
+
+
 # -- Nothing else is in flight, nor on the control group, when experts are moved or ranks compare
 
 
@@ -135,7 +157,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: A
     goes_on, said = Event(), []
 
     def decide() -> None:
-        goes_on.wait(20.0)
+        goes_on.wait(60.0)
         said.append("decided")
 
     decision: Future[Any] = bare.control.worker.submit(decide)
@@ -151,7 +173,7 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
     goes_on, said = Event(), []
 
     def notice(agreement: Any) -> None:
-        goes_on.wait(20.0)
+        goes_on.wait(60.0)
         said.append("the notice")
 
     def check_equal(*_: Any) -> Verdict:
@@ -168,11 +190,28 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
 def test_a_notice_that_is_never_sent_means_that_ranks_are_lost(bare: Any) -> None:
     bare.control._seconds = -0.99
     goes_on, lost = Event(), []
-    bare.control.broadcast_notice(lambda agreement: goes_on.wait(20.0))
+    bare.control.broadcast_notice(lambda agreement: goes_on.wait(60.0))
     bare._pause = lost.append
     verdict = bare.compare(bytes(16), "it", "it")
     goes_on.set()
     assert not verdict.commit and verdict.connections_broken and len(lost) == 1
+
+
+def test_a_pause_is_no_part_of_a_step_what_is_fixed_of_it_is_learned_and_counts_keep_their_placement(bare: Any) -> None:
+    bare._initial, bare._moved_L, bare._pause_seconds, bare._earlier = INITIAL, np.zeros(1, dtype=bool), 0.0, []
+    bare._counter, bare.clock, slots = SimpleNamespace(buckets=3), Mock(), np.array([[2, 1, 0, 3]])
+    rounds, seconds = (Round(0, np.zeros((0, 4)), (), ()),), {"prepare": 0.5, "transfer": 4.0, "vote": 0.25}
+    moved = Placement(slots, 4, 2, slots)
+    bare._take_over(MigrationProgress(moved, rounds=rounds, pause_seconds=5.0, seconds=seconds))
+    assert bare.clock.mock_calls == [call.exclude(5.0), call.stalled(0.75)]
+    assert bare._earlier == [(3, INITIAL)] and bare.placement() is moved and bare._moved_L.all()
+
+
+@pytest.mark.parametrize("share, sampled", [(None, [6, 7, 8, 16, 17, 18]), (0.5, [])])
+def test_expert_work_is_timed_before_a_decision_unless_its_share_is_given(bare: Any, share: Any, sampled: Any) -> None:
+    bare._config = BalancerConfig(interval=10, migration=MigrationConfig(moe_share=share))
+    bare._expert_clock, bare._next_sampled = SimpleNamespace(steps=()), 0
+    assert [step for step in range(20) if bare._is_sampled(step)] == sampled
 
 
 # -- Events and a balancer in words: tables of 80 columns, and lines in the log for decisions and rebalances
@@ -266,6 +305,15 @@ def test_what_is_not_finite_stays(monkeypatch: pytest.MonkeyPatch, value: float)
     gradient[640] = value
     found = squares(monkeypatch, gradient.expand(len(CUTS), LENGTH), CUTS)
     torch.testing.assert_close(found, torch.full_like(found, value), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, torch.inf])
+def test_experts_make_one_norm_of_any_type(monkeypatch: pytest.MonkeyPatch, norm_type: float) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    gradient, rows = torch.arange(-5.0, 7.0).view(4, 3), torch.tensor([[2, 0, 1, 3]])
+    (power,) = norm.powers_of_experts([(0, gradient)], rows, 4, SimpleNamespace(rows=None), None, norm_type)
+    wanted = gradient.abs().max() if norm_type == torch.inf else gradient.abs().pow(norm_type).sum()
+    assert float(power) == pytest.approx(float(wanted))
 
 
 def test_a_gradient_of_another_length_is_refused() -> None:

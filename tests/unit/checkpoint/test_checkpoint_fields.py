@@ -100,8 +100,8 @@ def test_what_was_registered_and_is_not_now_is_named(caplog: pytest.LogCaptureFi
     eplb.load_logical_state_dict(model, None, whole)
     eplb.load_logical_state_dict(model, None, {**whole, "extra.0.weight/fast": torch.ones(2, 3)})
     alone, two = caplog.messages
-    assert alone.startswith("balancer.register 0.weight/ema ahead of the load: the checkpoint has it")
-    assert two.startswith("balancer.register 0.weight/ema and 1 more ahead of the load")
+    assert alone.startswith("0.weight/ema in the checkpoint is not loaded: call balancer.register")
+    assert two.startswith("0.weight/ema and 1 more in the checkpoint is not loaded")
 
 
 def trained(seed: int, steps: int = 2) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -93,7 +93,7 @@ def test_the_seconds_of_a_plan_are_not_those_of_loading_compiled_code(
 
 
 def test_it_compiles_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setattr(jit, "_mark", lambda: tmp_path / "compiled")
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
     compiles = Mock(**{"return_value.is_ready": lambda seconds: jit.note_compiled()})
     monkeypatch.setattr(planner_process, "PlannerProcess", compiles)
     assert main(["warmup"]) == 0
@@ -103,12 +103,8 @@ def test_it_compiles_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_without_a_compiler_it_says_so_and_fails() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "eplb_runtime.cli", "warmup"],
-        env=os.environ | {"NUMBA_DISABLE_JIT": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command, environment = [sys.executable, "-m", "eplb_runtime.cli", "warmup"], os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 1 and "nothing was compiled" in ended.stdout
 
 

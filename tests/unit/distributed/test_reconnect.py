@@ -75,12 +75,8 @@ class LostRanks:
     def step(
         self, boundaries: int, notice: tuple[int, ...] = (0, 0, 0), skips: Collection[tuple[int, int]] = ()
     ) -> list[dict[int, Any]]:
-        """What each rank has taken over, by boundary.
-
-        Args:
-            notice: the boundary at which each rank notices that it has lost the others.
-            skips: ranks, and a boundary at which each does not look.
-        """
+        """What each rank has taken over, by boundary. ``notice``: the boundary at which each rank notices that it has
+        lost the others; ``skips``: ranks, and a boundary at which each does not look."""
 
         def of(rank: int) -> dict[int, Any]:
             taken = {}

@@ -94,7 +94,7 @@ RUNS = {
 @pytest.mark.parametrize("more", RUNS)
 def test_a_run_that_does_more_than_its_experts_is_said(more: str) -> None:
     problem, _ = said(Layer(RUNS[more]))
-    assert problem.startswith("let the method that attach replaces give no more than") and "\n" not in problem
+    assert problem.startswith("the method that attach replaces must return the sum of") and "\n" not in problem
     assert said(Layer(RUNS[more]), guard="off") == ("", [])
 
 
@@ -146,7 +146,7 @@ def test_weights_that_a_module_of_the_library_changes_itself_are_said() -> None:
     # Its rows go through the forward that it has, too: weights in the router's place tell them apart.
     assert tried(describe(model).layers) == ("", [])
     experts.forward = lambda hidden, ids, weights: forward(hidden, ids, weights / weights.sum(-1, keepdim=True))
-    assert "give no more than router weight times expert" in tried(describe(model).layers)[0]
+    assert "the sum of router weight times expert output" in tried(describe(model).layers)[0]
 
 
 # -- Experts of a list that do not compute alike are not stacked, wherever the difference is kept
@@ -192,10 +192,11 @@ WAYS: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Any]]] = {
 
 def refusal(model: nn.Module) -> str:
     """What is said; the model is as it was."""
-    before = dict(model.named_parameters())
+    before, random = dict(model.named_parameters()), torch.get_rng_state()
     with pytest.raises(AttachError) as raised:
         eplb.stack_experts(model, LAYERS)
     assert isinstance(model.experts, nn.ModuleList)
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(now is before[name] and now.grad is None for name, now in model.named_parameters())
     said = str(raised.value)
     assert "\n" not in said and len(said) < 420

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.balancer.loop_state import LoopHooks, LoopState
-from eplb_runtime.hosts.attaching.checks import _of_device
+from eplb_runtime.config import BalancerConfig, DispatchConfig
+from eplb_runtime.hosts.attaching import state_hooks
+from eplb_runtime.hosts.attaching.checks import AttachError, _initial_placement, _of_device, _of_models
 from eplb_runtime.hosts.attaching.expert_spans import watch_calls
-from eplb_runtime.hosts.attaching.optimizers import follow_forwards
+from eplb_runtime.hosts.attaching.optimizers import Optimizers, _Stepper, follow_forwards
 from eplb_runtime.hosts.attaching.trial import _name_of, holder_of, unregistered
 from eplb_runtime.hosts.transformers.describe import _Padding
 from eplb_runtime.hosts.transformers.folders import _cut_by, _specs
@@ -131,7 +134,7 @@ def found(thing: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.ones(SHAPE, dtype=torch.int16), lambda: torch.ones(182), lambda: torch.ones(182).half()]
+    "make", [lambda: torch.ones(SHAPE, dtype=torch.int16), lambda: torch.ones(182), lambda: torch.ones(7, 13).half()]
 )
 def test_an_average_is_found_in_any_number_format_and_its_owner_is_named(make: Callable[[], Any]) -> None:
     (holder,) = found(make())
@@ -190,6 +193,31 @@ def test_a_conversion_that_regroups_pairs_of_experts_is_no_cut() -> None:
     assert _cut_by("w", whole, _specs(convert({"w": whole})), 6, convert, {}) is None
 
 
+# -- Steps that raise or come twice, and a state that another rank refuses
+
+
+def test_a_step_that_raised_is_forgotten_and_one_that_comes_twice_is_refused() -> None:
+    steps, optimizer = Optimizers.__new__(Optimizers), Mock()
+    steps._balancer = balancer = Mock()
+    steps._known = known = [_Stepper(optimizer, 1) for _ in range(2)]
+    steps._before_step(known[0], optimizer, (), {})  # and it raised
+    steps.on_forward_begin(True)
+    for one in known:
+        steps._before_step(one, optimizer, (), {})
+        steps._after_step(one)
+    balancer.step.assert_called_once()
+    steps._after_step(known[0])
+    with pytest.raises(RuntimeError, match="optimizer 0 of the attached ones has stepped twice, number 1 not at all"):
+        steps._after_step(known[0])
+
+
+def test_a_state_that_another_rank_refuses_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_hooks, "barrier", lambda *_, **__: "rank 1: other experts")
+    balancer = Mock(closed=False, runtime=Mock(job=Mock(ep_ranks=(0, 1))))
+    with pytest.raises(RuntimeError, match="rank 1: other experts"):
+        state_hooks._refuse_on_all(balancer, "a model", "")
+
+
 # -- A process that works on another GPU than its model's: what that may not change, and what is refused
 
 
@@ -198,6 +226,20 @@ def test_the_model_is_on_the_gpu_that_the_process_works_on(monkeypatch: pytest.M
     asked = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0")]
     (refused,) = (line for one in asked for line in _of_device(one))
     assert "on cuda:0, and this process works on GPU 1: call torch.cuda.set_device(0)" in refused
+
+
+def test_models_that_cannot_be_spread_are_refused_in_a_line() -> None:
+    stage = SimpleNamespace(model=nn.ModuleDict({"words": nn.Embedding(2, 2, sparse=True)}), prefix="stage.")
+    config = BalancerConfig(replica_slots=1, rank_speed=(1.0, 0.5, 1.0), dispatch=DispatchConfig("hierarchical"))
+    job, of_cpu = SimpleNamespace(ep_size=2, num_layers=1), {"device": torch.device("cpu"), "layers": ()}
+    asked: Any = SimpleNamespace(config=config, job=job, host_dispatches=True, stages=[stage], **of_cpu)
+    assert [line.partition(":")[0] for line in _of_models(asked)] == [
+        "replica_slots=1",
+        "dispatch",
+        "stage.words has sparse gradients",
+    ]
+    with pytest.raises(AttachError, match="rank_speed has 3 numbers for 2 ranks: give one for each"):
+        _initial_placement(asked, [8], None)
 
 
 def test_a_copy_to_the_host_ends_on_the_stream_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:

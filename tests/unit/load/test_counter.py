@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eplb_runtime.load import declared
 from eplb_runtime.load.clock import ASSUMED_SHARE, ExpertClock, ExpertShare, SampledStep, StepClock, median_time
-from eplb_runtime.load.counter import MAX_BUCKETS, LoadCounter, in_recompute
+from eplb_runtime.load.counter import MAX_BUCKETS, LoadCounter, in_recompute, resume_load, saved_load
 from eplb_runtime.load.declared import DeclaredLoadError, checked_declaration
 from eplb_runtime.load.series import NAME, RecordedJob, read_series
 from eplb_runtime.observe import recording as recorder_module
@@ -48,6 +49,10 @@ def test_every_step_is_a_row_and_taking_starts_anew() -> None:
     counter.count(0, torch.tensor([[1]]))
     counter.advance()
     assert counter.take().tolist() == [[[0, 1]]]
+    for step in range(4):  # a full history that nobody takes is dropped
+        counter.count(0, torch.tensor([[0]] * (step + 1)))
+        counter.advance()
+    assert counter.take().tolist() == [[[4, 0]]]
 
 
 def test_long_intervals_add_up_several_steps_a_row() -> None:
@@ -84,6 +89,20 @@ def test_without_an_interval_all_steps_between_two_takes_are_one_row() -> None:
         assert (counter.buckets, counter.open_steps) == (1, steps)
         assert counter.take().tolist() == [[[steps, 0]]]
     assert counter.buckets == 0 and counter.take().shape == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("share", "longest"), [(1, 4), (0, 1)])
+def test_a_saved_load_is_resumed_once_over_all_ranks(share: int, longest: int) -> None:
+    """The newest of the history, and all that was counted since, which may be more."""
+    counter, rows = LoadCounter(1, 2, interval=3, device=CPU), [np.array([[5, 6]]), np.array([[7, 8]])]
+    for ids in ([[0, 1], [1, 1]], [[0, 0]]):
+        counter.count(0, torch.tensor(ids))
+        counter.advance()
+    state = saved_load(rows, counter, lambda buckets: 2 * buckets.numpy())  # of two ranks
+    history: Any = deque([np.zeros((1, 2), dtype=np.int64)], maxlen=longest)
+    resume_load(state, history, resumed := LoadCounter(1, 2, interval=3, device=CPU), share)
+    assert (resumed.open_steps, np.stack(history).tolist()) == (2, np.stack(rows[-longest:]).tolist())
+    assert resumed.take().tolist() == [[[2 * share, 6 * share]], [[4 * share, 0]]]
 
 
 # -- What is taken for a load that somebody declares, or plans for

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -180,14 +180,23 @@ def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
     engine = Mock(bytes_per_step=64, executor=Mock(transport=Mock(in_order=False)), in_flight_bytes=lambda _: 64)
     engine.progress, ready = (lambda placement, *_: MigrationProgress(placement)), Future[Any]()
     ready.set_result((PreparedMigration(schedule, Records({}, (8, 8), (0, 0)), current), Verdict(True)))
-    others = Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), Mock(timeout_seconds=1.0)
-    driver = Overlapped(engine, *others)
+    config = Mock(timeout_seconds=1.0, migration=Mock(max_pause_seconds=0.5))
+    driver = Overlapped(engine, Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), config)
     driver.begin(current, schedule.target, "key")
     while driver.in_flight and driver._batches < 20:
         progress = driver.advance()
         for flight in driver._flights:
             flight.verdict = Verdict(False, "late", kind=LATE)
+            assert flight.patience == 0.5
     assert "5 times" in progress.cause
+
+
+def test_copies_have_come_before_their_homes_are_written_and_are_made_anew_after() -> None:
+    of = MagicMock()
+    driver = Overlapped(of.engine, Mock(), Mock(), Mock(replicas=of.replicas), Mock())
+    driver._commit(Mock(layer=3))
+    calls = [f"{name}{args}" for name, args, _ in of.mock_calls if name.count(".") == 1 and "unfailing" not in name]
+    assert calls[0] == "replicas.wait(3,)" and calls[-1] == "replicas.refresh([3],)" and "engine.commit" in calls[1]
 
 
 # -- Moves within a rank overwrite nothing before it is read; messages of a record hold every byte of it once

@@ -259,7 +259,8 @@ def test_bytes_that_the_layout_does_not_count_are_no_limit_and_refused() -> None
 
 def test_what_is_nearly_a_load_is_one() -> None:
     slots = asked().placement.physical_to_logical.tolist()
-    for load in (np.ma.array(LOAD, mask=False), torch.tensor(LOAD, dtype=torch.bfloat16, requires_grad=True)):
+    tensor = torch.tensor(LOAD, dtype=torch.bfloat16, requires_grad=True)
+    for load in (np.ma.array(LOAD, mask=False), tensor, [tensor]):
         assert asked(load=load).placement.physical_to_logical.tolist() == slots
 
 

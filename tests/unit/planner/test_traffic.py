@@ -71,6 +71,11 @@ def crossing(load: np.ndarray, made: Plan, by_node: np.ndarray) -> float:
     return float(crossing_share(load, made.placement, TOPOLOGY, share_LNE).mean())
 
 
+def test_a_link_carries_what_comes_and_what_leaves() -> None:
+    moves = np.array([[0, 0, 0, 4, 1], [0, 2, 1, 5, 1]])  # from ranks 0 and 1 to rank 2
+    assert CostModel(home_bytes=10).transfer_seconds(moves, Topology(3, 3, intra_node_bandwidth=10.0), 2) == 2.0
+
+
 def test_a_move_for_nearness_alone_is_taken_when_it_pays_and_left_when_it_does_not() -> None:
     _, by_node = domains()
     load = by_node.sum(axis=0)

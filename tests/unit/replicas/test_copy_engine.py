@@ -204,13 +204,8 @@ class Rank:
 def take_steps(
     rank: Rank, home_TLRK: list[np.ndarray], again: set[tuple[int, int]], left_out: set[tuple[int, int]]
 ) -> None:
-    """Steps of one rank.
-
-    Args:
-        again: steps and layers whose homes are written and posted once more ahead of their forward, as a commit does
-            beside training.
-        left_out: steps and layers that a forward does not come to.
-    """
+    """Steps of one rank. ``again``: steps and layers whose homes are written and posted once more ahead of their
+    forward, as a commit does beside training; ``left_out``: those that a forward does not come to."""
     version = 0
     for step, home_LRK in enumerate(home_TLRK):
         linked, version = rank.plan(home_LRK), version + 1
@@ -261,11 +256,8 @@ def take_steps(
 
 
 def run(seed: int, depth: int, one_queue: bool) -> list[tuple[str, float, float]]:
-    """What was computed with and what should have been.
-
-    Args:
-        one_queue: a GPU whose streams share one queue carries out everything in the order in which it was given.
-    """
+    """What was computed with and what should have been. With ``one_queue`` a GPU carries out everything in the order in
+    which it was given."""
     rng = np.random.default_rng(seed)
     home_TLRK = [
         np.stack([some_copies(rng, RANKS, REPLICAS, hot=int(rng.integers(1, 4))) for _ in range(LAYERS)])

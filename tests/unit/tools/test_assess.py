@@ -17,20 +17,9 @@ from eplb_runtime.tools import assess as room
 from eplb_runtime.tools.assess import Assessment, assess
 from eplb_runtime.tools.formats.loads import read_record
 
-JOB = RecordedJob(
-    ranks=4,
-    ranks_per_node=2,
-    ep_size=4,
-    interval=4,
-    hidden_size=64,
-    top_k=2,
-    expert_parameters=3 * 64 * 32,
-    expert_bytes=2 * 3 * 64 * 32,
-    optimizer_bytes=10 * 3 * 64 * 32,
-    dtype="bfloat16",
-    device="cuda",
-    step_seconds=0.5,
-)
+RANKED = {"ranks": 4, "ranks_per_node": 2, "ep_size": 4, "interval": 4, "hidden_size": 64, "top_k": 2}
+EXPERT = {"expert_parameters": 3 * 64 * 32, "expert_bytes": 2 * 3 * 64 * 32, "optimizer_bytes": 10 * 3 * 64 * 32}
+JOB = RecordedJob(**RANKED, **EXPERT, dtype="bfloat16", device="cuda", step_seconds=0.5)
 GIVEN = {"moe_share": 0.4}
 HOMES = GIVEN | {"replica_slots": 0}
 SHARE = "migration=MigrationConfig(moe_share=0.4)"

@@ -45,15 +45,9 @@ MEGATRON = {"host": "megatron", "num_experts": 8, "ep": 8, "top_k": 2, "gpus": 8
 BF16, PRECISE = {"bf16": True}, {"use_precision_aware_optimizer": True}
 OTHER = {False: True, 1: 2, None: 1.5}
 """A value that is not the default."""
-LONG = {
-    "num_experts": "num_moe_experts",
-    "top_k": "moe_router_topk",
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "gpus": "world_size",
-}
+LONG = {f"{kind[0]}p": f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")}
+LONG |= {"num_experts": "num_moe_experts", "top_k": "moe_router_topk", "etp": "expert_tensor_parallel_size"}
+LONG["gpus"] = "world_size"
 TORCHTITAN = TitanSettings(expert_parallel_degree=4, top_k=2, expert_data_parallel_size=2)
 TENSOR_PARALLEL = "parallelism_config: {parallelism_config_tp_size: 2}"
 
@@ -80,6 +74,8 @@ def test_a_script_is_read_with_its_variables_and_arrays(tmp_path: Path) -> None:
     found = judged(tmp_path, SLIME)
     assert refusals_of(found) == ["num_distributed_optimizer_instances"] and found["refused"][0]["value"] == 2
     assert found["exact"] is None and found["assumed"]["use_distributed_optimizer"] is True and found["unknown"] == {}
+    again = judged(tmp_path, SLIME.replace("instances 2", "instances 2 --num-distributed-optimizer-instances 4"))
+    assert again["unknown"]["num_distributed_optimizer_instances"] == "given twice"
 
 
 def test_settings_that_a_missing_file_may_hold_are_unknown_and_leave_the_answer_open(tmp_path: Path) -> None:
@@ -259,6 +255,12 @@ def test_exactness_follows_dispatcher_top_k_offload_and_the_ranks_that_add_up(
         ("dense.json", '{"host": "megatron", "expert_model_parallel_size": 1}', "no setting of experts"),
         ("other.json", '{"a": 1}', "no recipe: write an object with"),
         ("broken.json", "{", "not JSON"),
+        ("size.json", '{"ep_size": "abc"}', "size: ep_size is 'abc', and must be a whole number of at least 1"),
+        (
+            "doubled.sh",
+            "A0=ab\n" + "".join(f"A{n}=$A{n - 1}$A{n - 1}\n" for n in range(1, 50)),
+            "no setting of experts",
+        ),
         ("finetune.py", "from transformers import Trainer", "nor DistributedConfig: attach says"),
         ("open.sh", "python train.py --num-experts '8", "No closing quotation"),
     ],

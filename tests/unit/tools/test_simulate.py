@@ -67,14 +67,15 @@ def test_static_is_judged_by_the_loads_own_imbalance_and_moves_nothing() -> None
 
 
 def test_a_lasting_skew_is_mended_once_and_paid_for() -> None:
-    runs = run(skewed(), ["static", "incremental"])
-    static, incremental = runs["static"], runs["incremental"]
+    static, incremental = run(skewed(), ["static", "incremental"], steps_per_window=4).values()
     assert incremental.imbalance.mean() < 0.7 * static.imbalance.mean()
     assert incremental.summary()["rebalances"] == 1, "the load stays, so the placement does"
     first = incremental.plans[0]
     assert first.moved_slots > 0
     assert first.bytes_intra_node + first.bytes_inter_node == first.moved_homes * StepModel().home_bytes
     assert incremental.migration_seconds[0] > 0
+    seconds = sum(incremental.step_seconds) + sum(incremental.migration_seconds) / 4
+    assert incremental.summary()["step_seconds"] == pytest.approx(seconds / 9)
 
 
 def test_step_model_is_compute_of_the_busiest_rank_plus_the_slower_link() -> None:
@@ -85,6 +86,8 @@ def test_step_model_is_compute_of_the_busiest_rank_plus_the_slower_link() -> Non
     slow = Topology(4, 2, intra_node_bandwidth=1e3, inter_node_bandwidth=1e2)
     # 1/4 of the tokens cross inside the node, 2/4 between nodes at a tenth of the speed
     assert model.seconds(np.array([3.0, 4.0]), slow) == pytest.approx(7 * (0.9 + 0.4))
+    copied = StepModel(replica_bytes=20, gradient_bytes=40)
+    assert copied.refresh_seconds(3, 2, slow) == pytest.approx(3 * 2 * (20 + 40) / 1e2)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,9 @@ def test_bubbles_are_those_of_the_published_formulas(name: str) -> None:
         played = follow(table_of(name, ranks, 32), UNIT)
         assert played.bubble == bubble == formula(ranks, UNIT)
         assert np.ptp(played.busy_R) == 0
+        assert played.activations_R.min() == {"1f1b": 1, "zb1p": ranks, "dualpipev": 2 * ranks + 1}[name]
+    quick, least = Times(overlapped=2), {"dualpipev": 1}.get(name, PUBLISHED[name][0])
+    assert follow(table_of(name, 2, 32), quick).bubble == formula(2, quick) == least
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

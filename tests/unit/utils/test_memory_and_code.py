@@ -55,6 +55,7 @@ def test_a_flipped_bit_blocks_that_change_places_and_another_end_change_a_device
     whole, cut = data(), chosen.draw(st.integers(1, 4095))
     parts = hashed_blocks([whole[:cut], whole[cut:]])
     assert not torch.equal(hashed_blocks([whole]), parts) and not torch.equal(hashed_blocks([whole.roll(1024)]), parts)
+    assert not torch.equal(parts, hashed_blocks([whole[cut:], whole[:cut]]))
     assert not torch.equal(hashed_blocks([torch.zeros(cut, dtype=torch.uint8)]), hashed_blocks([whole[:0]]))
 
 
@@ -94,9 +95,9 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def thrice(package: Path) -> str:
+def thrice(package: Path, first: str = "") -> str:
     # Python would take its own bytecode for a file of the same size that was written in the same second.
-    command = [sys.executable, "-Bc", "from small.caller import thrice; print(thrice(1), thrice._cache.cache_path)"]
+    command = [sys.executable, "-Bc", f"{first}from small.caller import thrice as f; print(f(1), f._cache.cache_path)"]
     return subprocess.run(command, cwd=package.parent, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -106,6 +107,12 @@ def test_a_caller_is_compiled_anew_when_what_it_calls_has_changed(package: Path)
     second = thrice(package).split()
     assert (first[0], second[0]) == ("3", "8")
     assert first[1] != second[1]
+
+
+def test_files_that_are_cut_off_and_cannot_be_written_cost_a_compilation_and_no_more(package: Path) -> None:
+    for file in Path(thrice(package).split()[1]).iterdir():
+        file.write_bytes(file.read_bytes()[:9])
+    assert thrice(package, "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (9, 9)); ").split()[0] == "3"
 
 
 def test_constants_that_are_compiled_in_are_of_modules_that_the_digest_covers() -> None:

@@ -196,7 +196,7 @@ def launched(
 
     thread = threading.Thread(target=run, args=(ahead,))
     thread.start()
-    assert asked.wait(10)
+    assert asked.wait(60)
     run(1 - ahead)
     thread.join()
     return seen
@@ -245,7 +245,7 @@ def test_who_fails_is_not_waited_for(fails: str) -> None:
 
     with pytest.raises(ValueError, match=r"here|beside"):
         both.both(lambda: launch("here", 4 if fails == "beside" else 1), beside)
-    assert over.wait(10)
+    assert over.wait(60)
     assert seen.count("here") == (4 if fails == "beside" else 1)
     assert seen.count("beside") == (1 if fails == "beside" else 4)
     assert both.both(lambda: 1, lambda: 2) == (1, 2)
@@ -295,7 +295,7 @@ def freed_inside(channels: MicroBatchChannels, memory: Memory) -> None:
     given, dropped = memory.make("given"), threading.Event()
 
     def here() -> None:
-        assert dropped.wait(10)
+        assert dropped.wait(60)
         memory.make("here")
 
     def beside() -> None:

@@ -83,16 +83,6 @@ def test_empty_slots_get_the_rarest_experts_and_none_twice_on_a_rank() -> None:
     assert all(len(set(rank)) == len(rank) for rank in by_rank.tolist())
 
 
-# -- loads ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_load_has_not_is_refused_and_not_ignored(tmp_path: Path) -> None:
-    (tmp_path / "load.json").write_text('{"load": [[1, 2]]}')
-    with pytest.raises(FileError, match="it holds a load, which has no ranks: leave --ranks out"):
-        convert(tmp_path / "load.json", tmp_path / "out.json", num_ranks=2)
-    assert not (tmp_path / "out.json").exists()
-
-
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -118,6 +108,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line_that_names_the_file(tmp
         (text("other.yaml", "num_slots: 3"), {}, "cannot tell what kind of file this is"),
         (tmp_path / "own.json", {"num_ranks": 4}, "the placement is for 2 ranks, not 4"),
         (tmp_path / "load.json", {"to": "vllm"}, "vllm reads no load file"),
+        (tmp_path / "load.json", {"num_ranks": 2}, "it holds a load, which has no ranks: leave --ranks out"),
         (tmp_path / "own.json", {"to": "excel"}, "choose one of: eplb-runtime, sglang"),
         (tmp_path / "own.json", {"to": "vllm", "dense_layers": 1}, "neither eplb-runtime nor vllm files number dense"),
     ]
@@ -296,6 +287,7 @@ def test_dropped_tokens_and_other_stages_do_not_count(tmp_path: Path) -> None:
         (json.dumps(line(0, 1, [[0, 1], [2]])), "ragged"),
         (json.dumps({**line(0, 1, []), "top_indices": [[0.5]]}), "expert ids"),
         (json.dumps(line(0, 1, [[1 << 40]])), f"expert {1 << 40}"),
+        (json.dumps(line(0, 1, [[0, 1]], logit_shape=[2, 1 << 80])), f"expert {(1 << 80) - 1}"),
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, part: str) -> None:
@@ -386,6 +378,7 @@ def test_dense_layers_have_no_load_and_can_be_left_out(tmp_path: Path) -> None:
     [
         ([None], "sample 0 has no rollout_routed_experts: start slime with --use-rollout-routing-replay"),
         ([], "rollout 0 has no samples"),
+        ([torch.zeros(2, 0, 2, dtype=torch.uint8)], "rollout 0 has no samples"),
         ([chosen([[0, 1]]), chosen([[0, 1], [0, 1]])], "sample 1 has 2 layers, those before have 1"),
         ([torch.zeros(3, 2, dtype=torch.int32)], r"must be \[tokens, layers, topk\] of expert ids"),
         ([chosen([[0, -1]])], "experts -1 to 0"),
@@ -410,9 +403,10 @@ def test_rollouts_of_different_models_are_one_line(tmp_path: Path) -> None:
     write_slime(tmp_path / "1.pt", chosen([[0, 1], [0, 1]]))
     with pytest.raises(FileError, match="rollout 1 has 2 layers, the first 1"):
         read_load(tmp_path)
-    torch.save({"weights": torch.zeros(2)}, tmp_path / "1.pt")
-    with pytest.raises(FileError, match="of different kinds"):
-        read_load(tmp_path)
+    for other in ({"weights": torch.zeros(2)}, {"rollout_id": 1, "samples": None}):
+        torch.save(other, tmp_path / "1.pt")
+        with pytest.raises(FileError, match="of different kinds"):
+            read_load(tmp_path)
 
 
 def test_assess_takes_a_folder_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,6 +421,8 @@ def test_assess_takes_a_folder_of_rollouts(tmp_path: Path, capsys: pytest.Captur
     assert "homes alone are tried. 4 ranks: the busiest rank has" in shown
     assert main(["assess", str(tmp_path), "--ranks", "3", "--experts", "18"]) == 0, "two were never chosen"
     assert "3 ranks: the busiest rank has" in " ".join(capsys.readouterr().out.split())
+    assert main(["assess", str(tmp_path), "--ranks", "4", "--experts", "8"]) == 2
+    assert "has tokens of 16" in capsys.readouterr().err
 
 
 # -- 61 layers meet 58: leading dense layers are left out, put back, or asked for; never taken for MoE layers
