@@ -173,14 +173,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_only_gpu_that_a_rank_sees_is_its_own(gpus: list[str]) -> None:
-    assert launch._gpu(3) == torch.device("cuda", 0)
+    assert launch.gpu_of(3) == torch.device("cuda", 0)
     gpus.extend("bcd")
-    assert launch._gpu(3) == torch.device("cuda", 3)
+    assert launch.gpu_of(3) == torch.device("cuda", 3)
     with pytest.raises(launch.LaunchError, match="4 GPUs and a rank 4"):
-        launch._gpu(4)
+        launch.gpu_of(4)
     gpus.clear()
     with pytest.raises(launch.LaunchError, match="0 GPUs"):
-        launch._gpu(0)
+        launch.gpu_of(0)
 
 
 @pytest.mark.parametrize(
