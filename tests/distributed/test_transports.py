@@ -58,7 +58,7 @@ def run_chosen_cases(rank: int, name: str, chosen: set[str], folder: Path) -> di
     believe_in_two_nodes(rank, name)
     cases, double = [case for case in CASES if case.__name__ in chosen], Double(folder)
     if name in DOUBLES:
-        windows.PIECES["cpu"] = 2, 64 << 10  # a message of a megabyte goes in many pieces
+        windows.MOST_PIECE_BYTES = 64 << 10  # a message of a megabyte goes in many pieces
         made = {"cuda_ipc": partial(CudaIpc, package=symmetric_memory_double)}
         made["nvshmem"] = partial(Nvshmem, package=double.library())
         TRANSPORTS[name] = made[name]

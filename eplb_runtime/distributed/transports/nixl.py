@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...utils.text import one_line
 from .base import TransportError
-from .windows import ARRIVED, HasLeft, Windows
+from .windows import ARRIVED, HALVES, HasLeft, Windows
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _DEVICES = Path("/sys/class/infiniband")
@@ -100,7 +100,7 @@ class Nixl(Windows):
     def _look(self) -> bool:
         for name, said in self._agent.get_new_notifs().items():
             for kind, number in map(_NOTE.unpack, said if name in self._rank_of else ()):
-                self._read_RKCN[self._rank_of[name], kind, number % self._credits] = torch.tensor([number, ~number])
+                self._read_RKHN[self._rank_of[name], kind, number % HALVES] = torch.tensor([number, ~number])
         return True
 
     def _leave(self, act: Callable[[], Leaving | None], peer: int) -> HasLeft:

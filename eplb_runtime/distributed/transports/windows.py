@@ -25,9 +25,9 @@ from ...utils.text import one_line
 from ..consensus import TransportError
 from .base import LEFT_SECONDS, Message, Pending, SideStream, Transport, synchronize, wait_until
 
-WINDOW_BYTES, LEAST_PIECE_BYTES = 512 << 20, 64 << 10
-PIECES = {"cpu": (8, 2 << 20), "cuda": (2, 16 << 20)}
-"""Most pieces on their way to a peer, and bytes of one: small ones stay in a CPU's caches, large ones are few calls."""
+WINDOW_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
+"""All of a window, and what goes at once."""
+HALVES = 2  # while one piece is copied out, the next comes in
 ASK_SECONDS, TURN_SECONDS = 0.2, 0.002
 """How often a rank that waits writes an empty note, as only a write shows that a rank is gone; how long a turn is."""
 KINDS = 4
@@ -83,7 +83,7 @@ class Windows(Transport):
     ) -> None:
         super().__init__(group, backend, device, timeout_seconds, package)
         self.state, self.problem = threading.RLock(), "it is not warmed up"
-        self._piece_bytes, self._next_ask, (self._credits, self._most_bytes) = 0, 0.0, PIECES[device.type]
+        self._piece_bytes, self._next_ask = 0, 0.0
         self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
         self._stream, self._reading = SideStream(device), SideStream(device)
         self._under_way: list[tuple[HasLeft, _Posted]] = []
@@ -99,16 +99,16 @@ class Windows(Transport):
 
     def _tell(self, peer: int, kind: int, number: int, after: HasLeft | None = None) -> HasLeft:
         """Write a note, as `_put` does, over one that the peer must have seen: it has had room for what came after."""
-        note = self._out_RKCN[peer, kind, number % self._credits]
+        note = self._out_RKHN[peer, kind, number % HALVES]
         note.copy_(torch.tensor([number, ~number]), non_blocking=True)
-        return self._put(self._notes_RKCN[self._rank, kind, number % self._credits], note, peer, after)
+        return self._put(self._notes_RKHN[self._rank, kind, number % HALVES], note, peer, after)
 
     def _look(self) -> bool:
         """Copy the notes that are here to the host; return whether the copy is there. With one queue for all streams
         (`CUDA_DEVICE_MAX_CONNECTIONS=1`) it comes after training's kernels, and training may wait for the lock."""
         if self._notes_are_here is None:
             with self._reading():
-                self._read_RKCN.copy_(self._notes_RKCN, non_blocking=True)
+                self._read_RKHN.copy_(self._notes_RKHN, non_blocking=True)
             self._notes_are_here = self._reading.mark()
         return self._notes_are_here()
 
@@ -124,28 +124,28 @@ class Windows(Transport):
     def warm_up(self, deadline: float) -> None:
         if self._piece_bytes:
             return
-        pieces = self._num_ranks * self._credits * (1 + self.staged)
-        piece_bytes = min(self._most_bytes, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
-        notes = 2 * self._num_ranks * KINDS * self._credits * _NOTE
+        pieces = self._num_ranks * HALVES * (1 + self.staged)
+        piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
+        notes = 2 * self._num_ranks * KINDS * HALVES * _NOTE
         self._lay_out(self._open(pieces * piece_bytes + 8 * notes, deadline), piece_bytes)
         self.problem = ""
         # What another transport has left on its way is over on every rank before new notes begin.
         synchronize(self.device, deadline)
         self._gather(None, deadline)
         with self._stream():
-            self._notes_RKCN.copy_(torch.tensor([0, ~0]))
+            self._notes_RKHN.copy_(torch.tensor([0, ~0]))
         wait_until(self._stream.mark(), deadline, "clearing notes")
         self._gather(None, deadline)
         self._try_out(deadline)
 
     def _lay_out(self, window: Tensor, piece_bytes: int) -> None:
         self._piece_bytes, ranks = piece_bytes, self._num_ranks
-        inbox = ranks * self._credits * piece_bytes
+        inbox = ranks * HALVES * piece_bytes
         boxes, notes = window.tensor_split([inbox * (1 + self.staged)])
-        self._inbox_RCB = boxes[:inbox].view(ranks, self._credits, piece_bytes)
-        self._outbox_RCB = boxes[-inbox:].view(ranks, self._credits, piece_bytes)
-        self._notes_RKCN, self._out_RKCN = notes.view(torch.int64).view(2, ranks, KINDS, self._credits, _NOTE)
-        self._read_RKCN = torch.zeros_like(self._notes_RKCN, device="cpu", pin_memory=window.is_cuda)
+        self._inbox_RHB = boxes[:inbox].view(ranks, HALVES, piece_bytes)
+        self._outbox_RHB = boxes[-inbox:].view(ranks, HALVES, piece_bytes)
+        self._notes_RKHN, self._out_RKHN = notes.view(torch.int64).view(2, ranks, KINDS, HALVES, _NOTE)
+        self._read_RKHN = torch.zeros_like(self._notes_RKHN, device="cpu", pin_memory=window.is_cuda)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         both = self._to_others(sends, receives)
@@ -188,20 +188,20 @@ class Windows(Transport):
         self._go_on_with_puts()
         went_on = False
         for peer, traffic in self._peers.items():
-            while traffic.sends and traffic.sent - traffic.room < self._credits and not traffic.leaving:
+            while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.leaving:
                 (data, posted), went_on = traffic.sends.popleft(), True
                 traffic.sent += 1
-                credit = traffic.sent % self._credits
+                half = traffic.sent % HALVES
                 with self._stream():
                     if self.staged:
-                        data = self._outbox_RCB[peer, credit, : data.numel()].copy_(data, non_blocking=True)
-                    piece = self._put(self._inbox_RCB[self._rank, credit, : data.numel()], data, peer)
+                        data = self._outbox_RHB[peer, half, : data.numel()].copy_(data, non_blocking=True)
+                    piece = self._put(self._inbox_RHB[self._rank, half, : data.numel()], data, peer)
                     self._under_way.append((self._tell(peer, ARRIVED, traffic.sent, piece), posted))
             while traffic.receives and traffic.taken < traffic.arrived:
                 (data, posted), went_on = traffic.receives.popleft(), True
                 traffic.taken += 1
                 with self._stream():
-                    data.copy_(self._inbox_RCB[peer, traffic.taken % self._credits, : data.numel()], non_blocking=True)
+                    data.copy_(self._inbox_RHB[peer, traffic.taken % HALVES, : data.numel()], non_blocking=True)
                     self._under_way.append((self._tell(peer, TAKEN, traffic.taken), posted))
             if traffic.gone and (traffic.sends or traffic.receives):
                 self.give_up(f"EP rank {peer} has given up")
@@ -222,13 +222,13 @@ class Windows(Transport):
         """Take what notes are here, and only then ask who has not left: to one who has, a note may fail."""
         if self._look():
             self._notes_are_here = None
-            numbers, complements = self._read_RKCN.unbind(-1)
-            notes_RKC = torch.where(numbers == ~complements, numbers, 0).tolist()
+            numbers, complements = self._read_RKHN.unbind(-1)
+            notes_RKH = torch.where(numbers == ~complements, numbers, 0).tolist()
             for peer, traffic in self._peers.items():
                 traffic.gone = traffic.leaving
-                traffic.arrived = _counted(traffic.arrived, notes_RKC[peer][ARRIVED])
-                traffic.room = _counted(traffic.room, notes_RKC[peer][TAKEN])
-                traffic.leaving = any(notes_RKC[peer][GOODBYE])
+                traffic.arrived = _counted(traffic.arrived, notes_RKH[peer][ARRIVED])
+                traffic.room = _counted(traffic.room, notes_RKH[peer][TAKEN])
+                traffic.leaving = any(notes_RKH[peer][GOODBYE])
         if (now := time.monotonic()) > self._next_ask:
             self._next_ask = now + ASK_SECONDS
             for peer, traffic in self._peers.items():
@@ -260,6 +260,6 @@ class Windows(Transport):
 
 def _counted(count: int, notes: Sequence[int]) -> int:
     """Return the count with those that follow it: notes may overtake each other."""
-    while notes[(count + 1) % len(notes)] == count + 1:
+    while notes[(count + 1) % HALVES] == count + 1:
         count += 1
     return count

@@ -60,8 +60,8 @@ def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, mon
     pending: Pending = transport.post([], [Message(1, torch.zeros(8, dtype=torch.uint8))])
     for _ in range(3):
         assert not pending.poll()
-    transport._inbox_RCB[1, 1, :8] = 5
-    transport._notes_RKCN[1, ARRIVED, 1] = torch.tensor([1, ~1])
+    transport._inbox_RHB[1, 1, :8] = 5
+    transport._notes_RKHN[1, ARRIVED, 1] = torch.tensor([1, ~1])
     assert not pending.poll()
     reading.done = True
     assert pending.poll() or pending.poll()  # the first may end what it asked for before
@@ -70,7 +70,7 @@ def test_notes_behind_kernels_of_training_are_not_waited_for(tmp_path: Path, mon
 def laid_out(kind: Callable[..., Any], empty: Callable[..., torch.Tensor] = torch.zeros) -> Any:
     """Return a transport of the first of two ranks, whose window is not opened: pieces of `PIECE` bytes."""
     transport = kind(GROUP, "gloo", torch.device("cpu"), 60.0, object())
-    nbytes = 2 * 2 * 8 * PIECE + 8 * 2 * 2 * windows.KINDS * 8 * 2
+    nbytes = 2 * 2 * 2 * PIECE + 8 * 2 * 2 * windows.KINDS * 2 * 2
     transport._lay_out(empty((nbytes,), dtype=torch.uint8), PIECE)
     transport.problem = ""
     return transport
@@ -119,7 +119,7 @@ def with_agent() -> tuple[Any, Agent]:
 def test_what_a_rank_wrote_before_it_closed_is_here_and_nothing_is_written_to_it() -> None:
     transport, agent = with_agent()
     agent.said = [nixl._NOTE.pack(ARRIVED, 1), nixl._NOTE.pack(GOODBYE, 1)]
-    transport._inbox_RCB[1, 1, :8] = 5
+    transport._inbox_RHB[1, 1, :8] = 5
     pending = transport.post([], [Message(1, into := torch.zeros(8, dtype=torch.uint8))])
     assert pending.poll() and into.tolist() == [5] * 8
     with pytest.raises(TransportError, match="EP rank 1 has given up"):
@@ -144,8 +144,8 @@ def test_a_piece_is_sent_when_the_device_has_packed_it_and_its_note_when_the_pie
     stream.done = True
     assert not pending.poll()
     ((_, ((source, *_),), theirs, *rest),) = agent.writes
-    assert (source, rest) == (transport._outbox_RCB[1, 1].data_ptr(), [PEER, nixl._NOTE.pack(ARRIVED, 1)])
-    assert theirs == [(transport._inbox_RCB[0, 1].data_ptr() + OFFSET, 8, 0)] and not pending.poll()
+    assert (source, rest) == (transport._outbox_RHB[1, 1].data_ptr(), [PEER, nixl._NOTE.pack(ARRIVED, 1)])
+    assert theirs == [(transport._inbox_RHB[0, 1].data_ptr() + OFFSET, 8, 0)] and not pending.poll()
     agent.state = "DONE"
     assert pending.poll() and not agent.sent
 
