@@ -253,7 +253,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
             lambda own: lambda self, layer: [of_the_next_slot(tensor) for tensor in own(self, layer)],
         ),
     ),
-    "norm by rank": (ALL_GATHER, other("balancer.gradients.reduction:squares_of_experts", in_slots)),
+    "norm by rank": (ALL_GATHER, other("balancer.gradients.reduction:powers_of_experts", in_slots)),
 }
 """Name -> the test of `tests/distributed` (the beginning of its name) that fails then, and the fault."""
 
