@@ -30,7 +30,7 @@ class ForwardTag(threading.local):
 
     @property
     def training(self) -> bool:
-        """Whether the forward that this thread is in is in training mode."""
+        """Return whether the forward that this thread is in is in training mode."""
         return bool(self.value >> 1 & 1)
 
     def enter(self, layer: int, step: int, training: bool, epoch: int = 0, top_k: int = 0) -> None:

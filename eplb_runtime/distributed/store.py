@@ -43,7 +43,7 @@ class JobStore:
 
     @property
     def silent(self) -> bool:
-        """Whether a wait has expired, and the store has not answered since; questions fail at once then."""
+        """Return whether a wait has expired with no answer since; questions fail at once then."""
         return self._silence is not None and not self._silence.done()
 
     def compare_set(self, key: str, word: str, *, passing: bool = False) -> str:

@@ -343,7 +343,7 @@ class RoundExecutor:
                 yield from self._shipments(transfer, records.formats[transfer.layer])
 
     def _shipments(self, transfer: Transfer, record_format: RecordFormat) -> Iterator[RankTransfer]:
-        """What of a transfer concerns this rank: all of it, or pieces from and to ranks that hold the same experts."""
+        """Return what of a transfer concerns this rank: all, or pieces from and to ranks that hold the same experts."""
         slots, rows = (transfer.source_slot, transfer.destination_slot), self._home_rows
         (first_of_source, source_row), (first_of_destination, destination_row) = (
             (int(rows.rank_of(slot)) * rows.holders, int(rows.row_of(slot))) for slot in slots

@@ -1,4 +1,4 @@
-"""What a rebalance costs and saves, in seconds.
+"""Costs and savings of a rebalance, in seconds.
 
 Expert work takes ``moe_share * step_seconds * imbalance`` of a step; so a plan saves, over the horizon,
 ``horizon_steps * moe_share * step_seconds * mean over layers of (imbalance before - after)``, and spends the transfer

@@ -106,7 +106,7 @@ class Child(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """What a rank exchanges for one layer under the current placement, in a stage for each level of the trees.
+    """Exchanges of a rank for one layer under the current placement, in a stage for each level of the trees.
 
     Args:
         weights: from homes, then from replicas to those that hang on them.

@@ -70,7 +70,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Played:
-    """What `follow` returns: a schedule with times.
+    """Result of `follow`: a schedule with times.
 
     Args:
         span: from the first step to the last one's end.
