@@ -328,8 +328,7 @@ class Balancer:
         """End a rollout, after weights, gradients and optimizer state are loaded: take the memory of replicas again,
         refresh them, and emit `SuspensionEnded`. The rollout's seconds do not count as a step's. Collective. Without
         `suspend` it does nothing; after a `close` with freed weights it gives layers of experts their memory back.
-        Raises RuntimeError on all ranks: a rank did not come, or lacks memory for weights or replicas; call it
-        again."""
+        Raises RuntimeError on all ranks: one did not come, or lacks memory for weights or replicas; call it again."""
         self.loop.require("resume()")
         self._phases.resume()
 

@@ -45,8 +45,7 @@ class PlannerLost(RuntimeError):
 
 
 class PlannerProcess:
-    """A child that plans within ``seconds``. One thread asks, another may close. ``process``: None if it cannot
-    begin."""
+    """A child that plans within ``seconds``. One thread asks, another may close. ``process``: None: it cannot begin."""
 
     process: subprocess.Popen[bytes] | None = None
     _connection: Connection

@@ -130,8 +130,7 @@ class Rebalancer(LoopHooks):
         return -1 if self.overlapped.in_flight else self._placement.epoch
 
     def has_moved(self, layer: int) -> bool:
-        """Return whether homes of a layer have changed slots since attach, even if they are back. Waits for other ranks
-        as `placement` does."""
+        """Return whether homes of a layer have changed slots since attach, or have been away. Waits as `placement`."""
         is_initial = np.array_equal(self.placement().homes_LRH[layer], self._initial.homes_LRH[layer])
         return bool(self._moved_L[layer]) or not is_initial
 

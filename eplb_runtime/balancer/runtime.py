@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..config import BalancerConfig
+from ..distributed.consensus import barrier
 from ..distributed.process_groups import ProcessGroups
 from ..distributed.ranks import Job
 from ..load.clock import ExpertClock
@@ -64,8 +65,6 @@ class Runtime:
         replaced: parameters that attach has replaced, by name.
         divisor: of every gradient that reaches a parameter of whole experts.
         averages_experts: whether the balancer averages over the ranks that hold the same experts.
-        barrier: waits until every rank has reached a call, by its name; raises on the ranks that have, and names the
-            others, if one does not within some seconds (the config's where none are given).
     """
 
     config: BalancerConfig
@@ -88,12 +87,16 @@ class Runtime:
     replaced: Mapping[str, weakref.ref[Tensor]]
     divisor: float
     averages_experts: bool
-    barrier: Callable[..., None]
 
     @property
     def job(self) -> Job:
         """The ranks of the job, and which of them share experts, stages and data."""
         return self.groups.job
+
+    def barrier(self, what: str, seconds: float | None = None) -> None:
+        """Wait until every rank has reached the call ``what``. RuntimeError, which names the others: one has not come
+        within ``seconds`` (None: the config's ``timeout_seconds``)."""
+        barrier(self.job.ranks, what, self.config.timeout_seconds if seconds is None else seconds)
 
 
 class ModelTensors:

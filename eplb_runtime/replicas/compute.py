@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..distributed.consensus import all_gather_into, gather_rows
-from ..moe.experts.compute import LocalExperts, SlotCounts, run_rows
-from ..moe.experts.slices import with_divided_gradients
+from ..moe.experts.compute import LocalExperts, SlotCounts, run_rows, with_divided_gradients
 from ..utils.checksums import as_bytes
 from ..utils.spans import phase
 from .bank import ReplicaBank, accumulation_dtype

@@ -1,7 +1,5 @@
 """A job that goes on with other ranks or copies has the same state, and decides on the load that it had."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A Hugging Face folder, written a piece at a time, and a stream of tensors are what the library would
 have written. Memory is counted at each operation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

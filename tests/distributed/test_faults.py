@@ -1,8 +1,6 @@
 """Faults of one rank, of the planner and of connections end one rebalance each, never the balancing; nothing hangs, and
 nothing is left behind. Training goes on to the very bits that it reaches without a balancer's help."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -3,8 +3,6 @@
 Two ranks cannot show it, since each is everybody's peer: here three ranks have a copy between two of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 """FSDP2 over EDP, where each EDP rank has a slice of every expert: what is refused. Against one process, and with
 replicas: `test_loops`; moved slice by slice: `test_bits`; saved and loaded: `test_checkpoint`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

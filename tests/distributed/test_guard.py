@@ -1,7 +1,5 @@
 """Mistakes that would spoil training without a word are found in its first steps; right use is silent and unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,8 +1,6 @@
 """Dispatch that crosses to a node once: in logical order the bits of the plain all-to-all. One job of four ranks, taken
 for two nodes of two. What every dispatcher promises is in `test_dispatch`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

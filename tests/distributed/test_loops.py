@@ -1,8 +1,6 @@
 """Whatever a loop does between backward passes and steps, it trains as one process does, to the rounding of float64:
 each contribution to a gradient is reduced once, replicas and slices of experts change nothing, homes may move."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

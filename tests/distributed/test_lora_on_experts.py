@@ -1,7 +1,5 @@
 """PEFT's LoRA on expert matrices: adapters move with their experts; PEFT saves and loads them as its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Megatron-Core: what attach and a balancer refuse, state by place that is not taken for other experts', a recording
 without a balancer, and settings of a live job. `test_megatron_rows` has the trainings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Megatron-Core's newest supported version: rows of the installed one, and what only it has: a layer of MTP that is
 passed twice, and Muon, which takes Newton-Schulz from emerging-optimizers."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import fields, replace
 from typing import Any

@@ -3,8 +3,6 @@ against the same job whose experts stay, tensor by tensor. `support.megatron_job
 `support.megatron_standins` what stands in for packages of a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """The engine by itself, on tensors that say where they come from: many rounds, ranks that hold different layers, and
 what may happen after an agreement. What fails before one: `test_faults`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any

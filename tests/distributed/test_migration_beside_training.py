@@ -4,8 +4,6 @@ Each job runs once without migrations and once with ``overlap=True`` and a plann
 decision; on the way, experts come too late, are written by the user, arrive with a flipped bit, or a rank fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

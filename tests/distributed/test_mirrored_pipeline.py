@@ -1,7 +1,5 @@
 """DualPipe's two copies of every stage, by a double of its schedule: same placement, gradients summed slot by slot."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What people do to an attached model from outside: right, or refused in one line; never wrong without a word."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,8 +1,6 @@
 """Mixed precision and what people keep beside the weights: saved and loaded as it is, or refused. That it moves with
 the experts bit for bit: `test_bits`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

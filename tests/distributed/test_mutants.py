@@ -1,18 +1,31 @@
 """Each fault that is put into the package on purpose is caught by the test that is named for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.mutants import MUTANTS
+from support.megatron_jobs import needs_megatron
+from support.mutants import MUTANTS, apply
+from support.ranks import run_ranks
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1300)]
+
+def _apply_all(rank: int) -> None:
+    for name in MUTANTS:
+        apply(name)
 
 
+@needs_megatron
+def test_faults_and_their_tests_name_what_is_there() -> None:
+    run_ranks(1, _apply_all)
+    for where, _ in MUTANTS.values():
+        file, _, test = where.partition("::")
+        assert f"def {test.partition('[')[0]}" in Path(__file__).with_name(file).read_text(), where
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str) -> None:
     file, _, test = MUTANTS[name][0].partition("::")

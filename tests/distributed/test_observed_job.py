@@ -1,7 +1,5 @@
 """What a real job shows of itself is what it did, reckoned by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A device backend's kernels wait for their peers on the device. Two ranks that launch them in different orders may wait
 for each other without end, so the record of a group that is no GPU's says whether they could."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

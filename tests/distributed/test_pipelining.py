@@ -1,7 +1,5 @@
 """torch's own pipeline schedules over stages with experts: one job, equal to the whole model in one piece."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache

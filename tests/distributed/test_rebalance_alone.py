@@ -2,8 +2,6 @@
 decision may be begun ahead of it and made beside what the job does: a rollout, in which all memory is freed, or a
 training step."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

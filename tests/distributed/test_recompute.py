@@ -1,7 +1,5 @@
 """Activation checkpointing repeats forwards: each goes the way of the first, with nothing exchanged for it again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -36,7 +36,7 @@ from ...load.series import RecordedJob
 from ...moe.dispatch.base import DispatchContext
 from ...moe.dispatch.channels import MicroBatchChannel, MicroBatchChannels
 from ...moe.dispatch.choosing import DispatchChoice, choose_together, make_dispatcher, notes
-from ...moe.experts.compute import Aligned, LocalExperts
+from ...moe.experts.compute import Aligned, LocalExperts, live_tensors
 from ...moe.experts.registry import ExpertTensors
 from ...moe.experts.slices import is_sliced, local
 from ...moe.kernel_selection import Kernels, kernels_for
@@ -51,7 +51,7 @@ from ...replicas.plan import PointToPoint
 from ...replicas.sync import Maps, ReplicaSync
 from ...topology import Topology
 from ...utils.text import counted, one_line
-from .checks import Checked, check, raise_on_all, rollback, wait_for_ranks
+from .checks import Checked, check, raise_on_all, rollback
 from .description import AttachError, Described, MoELayer, Request, ShardingMark, mark_spread, spread_of
 from .optimizers import Optimizers, follow_forwards
 from .sharding import ModelSnapshot, cut_rows, install_parameter, make_buffers, make_parameters
@@ -237,7 +237,6 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
             watch(layers[-1].see, clock)
         else:
             layer.install(layers[-1])
-    everyone, timeout = job.ranks, config.timeout_seconds
     return Runtime(
         config=config,
         groups=groups,
@@ -259,7 +258,6 @@ def build_runtime(made: Connected, shards: Shards) -> Runtime:
         replaced=shards.replaced,
         divisor=divisor,
         averages_experts=not (made.host_dispatches and sums),
-        barrier=lambda what, seconds=None: wait_for_ranks(everyone, what, timeout if seconds is None else seconds),
     )
 
 
@@ -413,7 +411,7 @@ def _local_experts(
     assert layer.compute is not None
     compute = layer.compute if layer.alignment == 1 else Aligned(layer.compute, layer.alignment)
     sliced = any(is_sliced(layer.parameter(name)) for name in layer.parameters)
-    live_weights = layer.live_weights or (lambda: [layer.parameter(name) for name in layer.parameters])
+    live_weights = layer.live_weights or live_tensors(layer.experts, layer.parameters)
     # FSDP averages over EDP; the rest of the division is done before. A host that divides rows reduces by itself.
     of_slices = 1.0 if made.job.divided_rows else made.job.gradient_divisor / len(made.job.edp_ranks)
     divisor = of_slices if sliced else in_layers
@@ -423,4 +421,4 @@ def _local_experts(
     if bank.is_sliced:
         of_layer |= {"group": made.groups.shards, "replica_group": made.groups.edp_replicas}
         return ShardedReplicas(compute, live_weights, divisor, **of_layer)
-    return PersistentReplicas(compute, lambda: bank.parameters, divisor, **of_layer)
+    return PersistentReplicas(compute, partial(getattr, bank, "parameters"), divisor, **of_layer)

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -81,8 +82,7 @@ class MoELayer:
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return the tensor that ``experts`` has under this dotted name now, perhaps for one call alone."""
-        inside, _, own_name = name.rpartition(".")
-        found: nn.Parameter = getattr(self.experts.get_submodule(inside), own_name)
+        found: nn.Parameter = attrgetter(name)(self.experts)
         return found
 
     def of_experts(self, name: str, whole: Tensor) -> Tensor:

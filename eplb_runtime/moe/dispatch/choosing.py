@@ -41,8 +41,7 @@ class DispatchChoice(NamedTuple):
 
 
 def why_not_deepep(config: BalancerConfig, topology: Topology, slots_per_rank: int, device: torch.device) -> str:
-    """Return in one line why DeepEP cannot serve this rank with these settings, or "" if it can. Imports deep_ep if
-    there is no other reason."""
+    """Return in one line why DeepEP cannot serve this rank with these settings; "": it can. May import deep_ep."""
     ranks, low_latency = topology.num_ranks, config.dispatch.low_latency_tokens > 0
     between_nodes = ranks > deepep.RANKS_OF_A_NODE
     most = _MOST_SLOTS if between_nodes else _MOST_SLOTS_OF_A_NODE

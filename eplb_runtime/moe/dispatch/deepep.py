@@ -127,8 +127,7 @@ class LowLatency(Dispatcher):
         self._made: tuple[int, Any] | None = None
 
     def refusal(self, hidden_TD: Tensor, weights_TK: Tensor) -> str:
-        """Return why the kernels cannot take this top-k or width, or a width that is not the buffer's; "" if they
-        can."""
+        """Return why the kernels cannot take this top-k or width, or a width that is not the buffer's; "": they can."""
         width, top_k = hidden_TD.shape[1], weights_TK.shape[1]
         if width in WIDTHS and top_k <= MOST_TOP_K and (self._made is None or self._made[0] == width):
             return ""

@@ -97,9 +97,8 @@ class RecomputeCache:
 
     def repeated(self, topk_ids_TK: Tensor) -> Any:
         """Return the metadata of the forward that is being repeated; None, alike on every rank, if that is not known.
-        Raises RecomputeError if this rank's choices differ from that forward's; on a device only the shape is compared
-        here, and a later `begin` raises for values (no host sync). Raises BackwardInsideError as `InFlight.check`
-        does."""
+        RecomputeError: this rank's choices differ from that forward's; on a device only the shape is compared here, and
+        a later `begin` raises for values (no host sync). BackwardInsideError: as `InFlight.check` raises it."""
         self.channels.before_backward()
         only = self._only
         if only is None or self.channels.busy:
@@ -121,8 +120,7 @@ class RecomputeCache:
         return metadata
 
     def forget(self, forward: InFlight) -> None:
-        """Take a forward that is over out of those in flight. It no longer counts, and is not the one that is
-        repeated."""
+        """Take a forward that is over out of those in flight, so that it neither counts nor is repeated."""
         with self._lock:
             if forward.step == self._step:
                 self._count -= 1

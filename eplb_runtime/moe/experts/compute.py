@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from .slices import with_divided_gradients
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +74,24 @@ class LocalExperts:
         with none. ``weights_M``: router weights, if gradients will come unweighted."""
         parameters = with_divided_gradients(self._parameters(), self._divisor)
         return run_rows(self._compute, rows_MD, counts_S, parameters, weights_M)
+
+
+def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
+    """Return the parameters; or, if gradients are enabled and ``divisor`` is not 1, new views of them, each with a hook
+    that divides the gradient that comes through the view."""
+    if divisor == 1 or not torch.is_grad_enabled():
+        return parameters
+    views = [parameter.view_as(parameter) for parameter in parameters]
+    for view in views:
+        if view.requires_grad:
+            view.register_hook(lambda gradient: gradient / divisor)
+    return views
+
+
+def live_tensors(module: nn.Module, names: Sequence[str]) -> Callable[[], list[Tensor]]:
+    """Return a function that gives the tensors which ``module`` has under these dotted names when it is called."""
+    getters = [attrgetter(name) for name in names]
+    return lambda: [get(module) for get in getters]
 
 
 def run_rows(

@@ -111,18 +111,6 @@ def why_not_rows(tensor: DTensor, place: int, holders: int) -> str:
     )
 
 
-def with_divided_gradients(parameters: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
-    """Return the parameters; or, if gradients are enabled and ``divisor`` is not 1, new views of them, each with a hook
-    that divides the gradient that comes through the view."""
-    if divisor == 1 or not torch.is_grad_enabled():
-        return parameters
-    views = [parameter.view_as(parameter) for parameter in parameters]
-    for view in views:
-        if view.requires_grad:
-            view.register_hook(lambda gradient: gradient / divisor)
-    return views
-
-
 BLOCK_BYTES = 1 << 20
 """Rows that are smaller travel together up to this size."""
 

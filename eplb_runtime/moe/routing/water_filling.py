@@ -275,8 +275,7 @@ def sweep_until_optimal(ranks_NC: Ints, count_N: Ints, share_NC: Longs, load_R: 
 
 @jit
 def even_shares(totals_E: Longs, order_N: Ints, count_N: Ints, bits: int, share_NC: Longs) -> None:
-    """Write even shares of replicated experts to ``share_NC``, in units of 2 ** -bits; the first copies get one
-    more."""
+    """Write even shares of replicated experts to ``share_NC``, in units of 2 ** -bits; first copies get one more."""
     for index in range(order_N.size):
         copies = count_N[index]
         if copies > 1:
