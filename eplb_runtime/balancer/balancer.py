@@ -99,7 +99,7 @@ class Balancer:
         if runtime.job.is_planner:
             self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
-            runtime.maps.replicas.follow(runtime.placement, self.gradients.arrives)
+            runtime.maps.replicas.replan(runtime.placement, self.gradients.arrives)
         self.shown: Any = None
         self._listeners: list[Callable[[], None]] = []
         self._process = os.getpid()
@@ -261,7 +261,7 @@ class Balancer:
         held back. Parameters that ``add_param_group`` has added are taken in. Collective. Call it to use gradients
         earlier (clipping by hand; for a GradScaler, see `eplb_runtime.GradScaler`): each contribution is reduced once,
         however often, and backward passes may go on. Inside the EP group layers divide gradients already."""
-        self.optimizer_hooks.follow()
+        self.optimizer_hooks.register_added()
         self.gradients.reduce()
 
     def clip_grad_norm_(
@@ -279,7 +279,7 @@ class Balancer:
                 "instead (the norm counts each expert once, on whatever rank the expert is)"
             )
         with phase("clip"):
-            self.optimizer_hooks.follow()
+            self.optimizer_hooks.register_added()
             return self.gradients.clip(max_norm, parameters, norm_type)
 
     def step(self) -> None:
@@ -307,7 +307,7 @@ class Balancer:
         """Hold migrations back inside (weight reload, asynchronous save); enter and leave at the same step on all
         ranks. Layers that an overlapped migration has not committed wait until the end, as does a decision that is due.
         RuntimeError: a call of `rebalance` inside."""
-        self.rebalancer.overlapped.withdraw()
+        self.rebalancer.overlapped.settle()
         self.rebalancer.quiesced += 1
         try:
             yield
@@ -474,7 +474,7 @@ class Balancer:
     def show_on(self, shown: Any) -> None:
         """Keep an `observe.start.Observers` as ``shown``; give it all events from now on, and close it at the end."""
         self.shown = shown
-        shown.follow(self.events)
+        shown.listen_to(self.events)
         self.close_with(shown.close)
 
     def place(self, target: Placement) -> None:

@@ -116,7 +116,7 @@ class Guard(LoopHooks):
         self._mode = "off"
 
     @property
-    def is_new(self) -> bool:
+    def in_first_steps(self) -> bool:
         """Return whether this is one of the first steps, which are sampled completely; False with the guard off."""
         return self._mode != "off" and bool(self._tensors.optimizers) and self._steps < self.complete_steps
 
@@ -126,7 +126,7 @@ class Guard(LoopHooks):
         if self._mode == "off" or not self._tensors.optimizers:
             return None
         problem, self._late_problem = self._late_problem, ""
-        return self.take("weights", problem)
+        return self.take_sample("weights", problem)
 
     def uncounted(self) -> str:
         """Return a message if MoE layers ran for gradients since the last call, and in evaluation mode alone, so that
@@ -141,7 +141,7 @@ class Guard(LoopHooks):
             f"in step {self._loop.step + 1} in evaluation mode, and no token was counted"
         )
 
-    def take(self, what: str, problem: str = "") -> Sample:
+    def take_sample(self, what: str, problem: str = "") -> Sample:
         """Return a sample of this rank: hashes of its settings, and sums of the bits of weights or gradients (``what``)
         that other ranks hold, too, computed without waiting. ``problem`` goes with it, or else that optimizers do not
         list an expert once. There are no sums of weights whose memory is freed."""
@@ -214,20 +214,20 @@ class Guard(LoopHooks):
         """Raise StructureError if the model was changed since attach, in forwards that train, or that use replicas."""
         # Replicas are copies of the model's own parameters; one of two batches may compute with them just now.
         if trains or (self._runtime.maps.replicas is not None and not self._runtime.channels.busy):
-            self._tensors.check(thoroughly=trains and self.is_new)
+            self._tensors.check(thoroughly=trains and self.in_first_steps)
 
     def before_reduce(self) -> None:
         """In the first steps compare settings and weights over ranks, ahead of the first collective that a rank without
         a step would never reach. Collective. A mistake is reported by `report`."""
-        if self.is_new:
-            self._compare(self.take("weights"), "optimizer.step()")
+        if self.in_first_steps:
+            self._compare(self.take_sample("weights"), "optimizer.step()")
 
     def before_step(self) -> None:
         """Put FSDP2's slices back. In the first steps also compare reduced gradients over ranks, which is collective,
         and copy some elements of each parameter, for `on_step_end` to see whether the optimizer writes it."""
         self._tensors.keep_slices()
-        if self.is_new:
-            self._compare(self.take("gradients"), "the end of the reduction of gradients")
+        if self.in_first_steps:
+            self._compare(self.take_sample("gradients"), "the end of the reduction of gradients")
             both = _whole({**self._runtime.parameters, **self._tensors.dense})
             # With several optimizers before the first one.
             self._snapshots = self._snapshots or snapshots(both, self._tensors.optimizers)
@@ -241,10 +241,10 @@ class Guard(LoopHooks):
         written parameters, and compare weights over ranks (collective). Later a problem waits for the next `sample`."""
         with phase("guard"):
             problem = self.uncounted()
-            if self.is_new:
+            if self.in_first_steps:
                 problem = problem or why_not_stepped(self._snapshots, self._tensors.optimizers, self._skipped)
                 self._snapshots = []
-                self._compare(self.take("weights", problem), "the end of a step")
+                self._compare(self.take_sample("weights", problem), "the end of a step")
                 problem = ""
             self._late_problem = self._late_problem or problem  # the next sample shows it
             self._steps += 1

@@ -81,7 +81,7 @@ class Phases:
         if (lacks := self._memory.why_freed() or why_state_lacks()) or self._replicas is None:
             return lacks
         try:
-            self._replicas.take(self._rebalancer.placement())
+            self._replicas.allocate(self._rebalancer.placement())
         except Exception as error:
             return f"no memory for replicas: {one_line(error)}"
         return ""

@@ -152,7 +152,7 @@ class Rebalancer(LoopHooks):
 
     def before_reduce(self) -> None:
         """Commit nothing more of an overlapped migration in this step: the optimizer is about to write experts."""
-        self.overlapped.withdraw()
+        self.overlapped.settle()
 
     def on_step_end(self) -> None:
         """Count a step, begin or carry out a decision or migration that is due, and refresh replicas. Collective."""
@@ -279,7 +279,7 @@ class Rebalancer(LoopHooks):
         """Run work on the thread of the control channel, and return its result. An overlapped migration commits nothing
         more in this step. ConnectionLost: the work failed, or took longer than ``seconds`` (None: the config's
         timeout); deciding stops until the ranks connect again."""
-        self.overlapped.withdraw()  # the thread may wait for training, and training is here
+        self.overlapped.settle()  # the thread may wait for training, and training is here
         try:
             return self.control.run(work, seconds)
         except ConnectionLost as lost:

@@ -281,7 +281,7 @@ def _publish(
             )
         indexes = _indexes(folder, files)
         if view.folders is not None:
-            view.folders.describe(view, folder)
+            view.folders.write_config(view, folder)
     except BaseException:
         remove(folder, f"*-{token}.*")
         raise

@@ -27,7 +27,7 @@ OPTIONS = [
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from ..tools.bubbles import SCHEDULES, Times, follow, table_of
+    from ..tools.bubbles import SCHEDULES, Times, play, table_of
 
     times = Times(arguments.forward, arguments.input, arguments.weight, arguments.overlapped)
     schedules = [name.lower() for name in arguments.schedule or SCHEDULES]  # also as others name them: DualPipeV
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
         table, formula = table_of(name, ranks, arguments.microbatches), SCHEDULES[name].formula
         stretch_S = [1 + arguments.moe_share * (imbalance - 1) for imbalance in arguments.imbalance or ()] or None
         row = {"schedule": name, "ranks": ranks, "microbatches": arguments.microbatches}
-        row |= follow(table, times, stretch_S).summary()
+        row |= play(table, times, stretch_S).summary()
         rows.append({**row, "formula": None if formula is None or stretch_S is not None else formula(ranks, times)})
     if arguments.json:
         print_json({"rows": rows})

@@ -94,7 +94,7 @@ class ProcessGroups:
             self.control = self._new([self._members], "control", "gloo", self.setup_seconds)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
         except BaseException as error:
-            cause = self.explain(error)
+            cause = self.report_failure(error)
             self.close()
             if cause:
                 raise GroupError(cause) from error
@@ -105,7 +105,7 @@ class ProcessGroups:
         for purpose in _AT_ATTACH:
             getattr(self, purpose)
 
-    def explain(self, error: BaseException) -> str:
+    def report_failure(self, error: BaseException) -> str:
         """Tell the other ranks that setting up has failed here, and close this rank's gloo connections. Returns "" if
         ``error`` is this rank's own; else, after up to 10 s, a line on the rank that caused it ("": unknown)."""
         store, rank, own = self.store, dist.get_rank(), not _is_echo(error)

@@ -130,11 +130,11 @@ class Overlapped:
         self._prepared = self._control.worker.submit(lambda: self._prepare(current, target, formats))
 
     def advance(self, *, hold_back: bool = False) -> MigrationProgress:
-        """End the rounds of the step that is over (`withdraw`), post those of the next (``hold_back``: none), and
+        """End the rounds of the step that is over (`settle`), post those of the next (``hold_back``: none), and
         return what was committed. If that ends the migration, wait for the thread. On every rank, at the end of each
         step after that of `begin`."""
         with self._training_waits():
-            self.withdraw()
+            self.settle()
             progress = self._close_rounds() if self._flights else self._open_rounds()
             has_ended = not progress.verdict.commit or not self._open
             if not has_ended and not hold_back:
@@ -142,8 +142,8 @@ class Overlapped:
         return self._report(progress, has_ended)
 
     def drain(self) -> MigrationProgress:
-        """End the migration: `withdraw` its rounds, wait for the thread, and return the commits since last asked."""
-        self.withdraw()
+        """End the migration: `settle` its rounds, wait for the thread, and return the commits since last asked."""
+        self.settle()
         return self._report(self._committed(), True)
 
     def _report(self, progress: MigrationProgress, has_ended: bool) -> MigrationProgress:
@@ -181,7 +181,7 @@ class Overlapped:
             with self._training_waits():
                 self._resolve_here("a forward ended without it", layers)
 
-    def withdraw(self) -> None:
+    def settle(self) -> None:
         """Commit this step's rounds for which all ranks have voted, and refuse the others as late: experts are about to
         be written, or to stay. On every rank, at the same place."""
         if self._flights:

@@ -71,7 +71,7 @@ class Observers:
             self.sinks["the event log"] = self._log.write
         self.server = self._serve()
 
-    def follow(self, events: EventLog) -> None:
+    def listen_to(self, events: EventLog) -> None:
         """Subscribe to a job's events: each is heard from now on."""
         self._events = events
         events.subscribe(self.hear)

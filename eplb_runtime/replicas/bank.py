@@ -133,7 +133,7 @@ class ReplicaBank:
             freed += _free(slots)
         return freed + sum(_free(rows) for rows in (*([] if self.slots else self.replicas), *self._leaving))
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Allocate what `free` has freed: replicas are zeros, homes are copied in and their ``.data`` is set.
         RuntimeError: homes are on another device, or were loaded into the freed memory and cut it short."""
         for parameter, slots in zip(self.parameters, self.slots, strict=False):

@@ -54,7 +54,7 @@ class ReplicaSync:
         self._adds: Callable[[Tensor], None] = lambda parameter: None
         self.is_freed = False
 
-    def follow(self, placement: Placement, adds: Callable[[Tensor], None] | None = None) -> None:
+    def replan(self, placement: Placement, adds: Callable[[Tensor], None] | None = None) -> None:
         """Replace the plans of all layers by those of a placement; `refresh` then sends weights. ``adds``: called from
         now on with each home parameter before gradients of replicas are added to its ``.grad``; None: as before."""
         self._adds = adds or self._adds
@@ -72,7 +72,7 @@ class ReplicaSync:
 
     def free(self) -> int:
         """Free the memory of replicas and their gradients; return the freed bytes. Waits for transfers under way first,
-        and drops all plans and gradients that are held back. Sets ``is_freed``: until `take` a forward raises."""
+        and drops all plans and gradients that are held back. Sets ``is_freed``: until `allocate` a forward raises."""
         self.wait_all()
         self.abandon()
         self.is_freed = True
@@ -82,13 +82,13 @@ class ReplicaSync:
         self._arrivals.clear()
         return nbytes + sum(bank.free() for bank in self._banks.values())
 
-    def take(self, placement: Placement) -> None:
-        """Allocate this memory again, for homes wherever the job has loaded them, `follow` a placement, and clear
+    def allocate(self, placement: Placement) -> None:
+        """Allocate this memory again, for homes wherever the job has loaded them, `replan` a placement, and clear
         ``is_freed``. Replicas are zeros until `refresh`."""
         for bank in self._banks.values():
-            bank.take()
+            bank.allocate()
         self._addresses = {layer: _addresses(bank.parameters) for layer, bank in self._banks.items()}
-        self.follow(placement)
+        self.replan(placement)
         self.is_freed = False
 
     def check_homes(self, layer: int) -> None:

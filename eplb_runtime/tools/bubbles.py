@@ -1,6 +1,6 @@
 """How long pipeline schedules leave their ranks idle, and where uneven expert load stretches them.
 
-A schedule is a table: for each rank, its steps in order. `follow` plays it; messages take no time. Tables of ZB1P, ZBV,
+A schedule is a table: for each rank, its steps in order. `play` plays it; messages take no time. Tables of ZB1P, ZBV,
 interleaved 1F1B and DualPipeV are `torch.distributed.pipelining`'s; 1F1B's is made here.
 """
 
@@ -70,7 +70,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Played:
-    """Result of `follow`: a schedule with times.
+    """Result of `play`: a schedule with times.
 
     Args:
         span: from the first step to the last one's end.
@@ -103,7 +103,7 @@ class Played:
         }
 
 
-def follow(table: Table, times: Times, stretch_S: Sequence[float] | None = None) -> Played:
+def play(table: Table, times: Times, stretch_S: Sequence[float] | None = None) -> Played:
     """Return when each step of a table begins, and what ranks hold. Each rank takes its steps in order, each as soon as
     the parts that it needs are done.
 

@@ -176,7 +176,7 @@ def untrained(run: Run) -> Iterator[str]:
             yield f"{keys[0][0]} has gradients and no step changes it: does the optimizer step this model?"
 
 
-def shares(single: Run) -> Iterator[str]:
+def scaled_gradients(single: Run) -> Iterator[str]:
     """Yield a sentence for each tensor outside the experts whose gradient the loop multiplies or divides by a number of
     ranks, relative to experts' gradients, in two successive steps. (Clipping has another factor in each step.)"""
     before, ranks = dict[str, float](), int(single.meta["ranks"])
@@ -381,7 +381,7 @@ def proof(run: Callable[[str], Run]) -> Report:
         *(_HELD.format(**one) for one in found["unregistered"]),
         *(f"{one} could not be called by attach, and {reason}" for one in (meta["untried"] if reason else ())),
         *untrained(fixed),
-        *(() if reason else shares(runs[2])),
+        *(() if reason else scaled_gradients(runs[2])),
         *moved.meta["doubts"],
     ]
     return answer("unknown", doubts[0]) if doubts else answer("right")

@@ -22,7 +22,7 @@ from eplb_runtime.hosts.attaching import trial
 from eplb_runtime.moe.experts.registry import ExpertTensors
 from eplb_runtime.moe.layer import ExpertParallelLayer
 from eplb_runtime.replicas.sync import ReplicaSync
-from eplb_runtime.tools.verification import Report, Run, proof, shares, untrained
+from eplb_runtime.tools.verification import Report, Run, proof, scaled_gradients, untrained
 
 KEPT: dict[str, torch.Tensor] = {}
 
@@ -193,7 +193,7 @@ def test_gradients_that_are_no_numbers_have_no_factor(tmp_path: Path) -> None:
     rows = [(name, kinds[name], expert, 1, 0, [np.nan] * 17) for name in kinds for expert in (-1, 0)]
     for step in range(3):
         (tmp_path / f"step-{step:05d}.jsonl").write_text(f"[[0]]\n{json.dumps(rows)}")
-    assert [*shares(Run(tmp_path, {"ranks": 2}))] == []
+    assert [*scaled_gradients(Run(tmp_path, {"ranks": 2}))] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)

@@ -373,7 +373,7 @@ def rollback(groups: ProcessGroups) -> Iterator[ExitStack]:
             yield undo
             undo.pop_all()
         except BaseException as error:
-            cause = groups.explain(error)
+            cause = groups.report_failure(error)
             if not cause and (isinstance(error, AttachError) or not isinstance(error, Exception)):
                 raise
             raise AttachError(cause or one_line(error, with_type=True)) from error

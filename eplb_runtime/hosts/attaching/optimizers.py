@@ -181,7 +181,7 @@ class Optimizers(LoopHooks):
         }
         return one.outside
 
-    def follow(self) -> None:
+    def register_added(self) -> None:
         """If ``add_param_group`` was called since the last time, wait for all ranks, and register new parameters that
         are in no attached model as equal on all ranks."""
         for one in self._known:
@@ -191,7 +191,7 @@ class Optimizers(LoopHooks):
                 one.held = held
                 self._balancer.tensors.train_outside(self._outside(one))
 
-    before_reduce = follow
+    before_reduce = register_added
 
     @torch.compiler.disable
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -149,7 +149,7 @@ def _low_rank(name: str, path: str, wrapper: Any, experts: nn.Module) -> LowRank
     return one
 
 
-def follow(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
+def patch_adapters(model: nn.Module, layers: Sequence[tuple[MoELayer, AdaptedExperts]]) -> None:
     """Replace PEFT's ``save_pretrained`` and ``load_adapter`` by ones for spread experts. What would merge, delete or
     add their adapters raises AttachError from now on."""
     kinds: dict[str, str] = {}

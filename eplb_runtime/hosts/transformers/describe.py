@@ -25,7 +25,7 @@ from ..attaching.description import AttachError, End, HostModel, MoELayer, refus
 from ..attaching.expert_spans import watch_calls
 from ..module import MoE
 from . import folders
-from .adapters import AdaptedExperts, experts_of, follow, follows_experts_interface, is_saved_with_adapters
+from .adapters import AdaptedExperts, experts_of, follows_experts_interface, is_saved_with_adapters, patch_adapters
 from .compute import RowCompute
 
 _PART = (  # of PEFT's base, adapters merged or not
@@ -108,7 +108,7 @@ def _save_together(
         if inner is not model and isinstance(inner, PreTrainedModel):
             object.__setattr__(inner, "save_pretrained", refusing(_PART))
     if adapted:
-        follow(model, adapted)
+        patch_adapters(model, adapted)
     if adapted or not isinstance(model, PreTrainedModel):
         return
     own = model.save_pretrained

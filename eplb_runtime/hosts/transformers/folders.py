@@ -162,7 +162,7 @@ def names(view: LogicalView) -> dict[str, Stored]:
     return {name: how for name, how in found.items() if not how.experts or "*" in how.names[0]}
 
 
-def describe(view: LogicalView, folder: Path) -> None:
+def write_config(view: LogicalView, folder: Path) -> None:
     """Write ``config.json`` for ``from_pretrained`` into the folder. Write nothing of a model with PEFT adapters, or of
     a module that is no PreTrainedModel."""
     model = view.model

@@ -50,7 +50,7 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
             if slot < 0:
                 continue
             before = layer.slot_P[slot]
-            take(layer, kind, slot, other)
+            apply_step(layer, kind, slot, other)
             fill_to_level(layer, SWEEPS)
             new_goal = _note(layer, tried_W, tried_X)
             if new_goal < best_goal and _is_sure(peak_W - tried_W):
@@ -58,13 +58,13 @@ def descend(layer: Layer, track_NX: FloatArray) -> int:
                 tried_X[KIND], tried_X[SLOT], tried_X[OTHER] = kind, slot, other
                 best_W, tried_W, best_X, tried_X = tried_W, best_W, tried_X, best_X
                 copy_split(layer.token_PW, layer.load_RW, best_token_PW, best_load_RW)
-            take(layer, kind, slot, other if kind == SWAP else before)
+            apply_step(layer, kind, slot, other if kind == SWAP else before)
             copy_split(token_PW, load_RW, layer.token_PW, layer.load_RW)
         if not helps:
             is_stuck_R[rank] = True
             stuck += 1
             continue
-        take(layer, int(best_X[KIND]), int(best_X[SLOT]), int(best_X[OTHER]))
+        apply_step(layer, int(best_X[KIND]), int(best_X[SLOT]), int(best_X[OTHER]))
         token_PW, load_RW, best_token_PW, best_load_RW = best_token_PW, best_load_RW, token_PW, load_RW
         copy_split(token_PW, load_RW, layer.token_PW, layer.load_RW)
         peak_W, best_W, goal = best_W, peak_W, best_goal
@@ -101,7 +101,7 @@ def moved(layer: Layer) -> tuple[int, int]:
 
 
 @jit
-def take(layer: Layer, kind: int, slot: int, other: int) -> None:
+def apply_step(layer: Layer, kind: int, slot: int, other: int) -> None:
     """Change the layer in place by one step: exchange two homes (``SWAP``), or put ``other`` into a replica slot."""
     if kind == SWAP:
         swap_homes(layer, slot, other)

@@ -147,7 +147,7 @@ def bare() -> Iterator[Any]:
     control.worker, control._seconds = Worker("test"), 30.0
     control._groups = SimpleNamespace(control=None)  # type: ignore[assignment]
     control.reconnecting, control.agreement = False, None  # type: ignore[assignment]
-    rebalancer.overlapped = SimpleNamespace(withdraw=lambda: None, in_flight=False)
+    rebalancer.overlapped = SimpleNamespace(settle=lambda: None, in_flight=False)
     rebalancer._placement, rebalancer._pending = INITIAL, None
     yield rebalancer
     control.worker.close(5.0)
@@ -182,7 +182,7 @@ def test_notices_to_other_ranks_are_sent_before_the_control_group_is_used_again(
 
     bare.control.broadcast_notice(notice)
     bare.control.agreement = SimpleNamespace(check_equal=check_equal)
-    bare.overlapped.withdraw = goes_on.set  # as late as can be
+    bare.overlapped.settle = goes_on.set  # as late as can be
     assert bare.compare(bytes(16), "it", "it").commit
     assert said == ["the notice", "compared"]
 

@@ -124,7 +124,7 @@ def test_who_shows_a_job_never_holds_it_up(monkeypatch: pytest.MonkeyPatch, capl
 
     begun = threading.Event()
     observer.sinks |= {"the one that fails": fails, "the one that hangs": hangs, "the one that works": got.append}
-    observer.follow(log)
+    observer.listen_to(log)
     log.emit(troubles(1)[0])
     assert begun.wait(30)
     for step in range(10):

@@ -213,7 +213,7 @@ TOKEN = "abcdefgh-01234567"
 def shown(listen: int | str | None = 0, token: str | None = None, run: Path | None = None) -> Any:
     config = BalancerConfig(interval=5, replica_slots=1, listen=listen, listen_token=token, run=run)
     made, log = Observers(config, TOPOLOGY, start(), 4, lambda: Progress(17, 0.25, 1.0)), EventLog()
-    made.follow(log)
+    made.listen_to(log)
     return made, log
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eplb_runtime.cli import main
 from eplb_runtime.planner import PlanError
 from eplb_runtime.tools import simulate as room
-from eplb_runtime.tools.bubbles import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHT, Times, follow, stages_of, table_of
+from eplb_runtime.tools.bubbles import BACKWARD, FORWARD, INPUT, SCHEDULES, WEIGHT, Times, play, stages_of, table_of
 from eplb_runtime.tools.simulate import Series, StepModel, simulate
 from eplb_runtime.topology import Topology
 
@@ -120,12 +120,12 @@ def test_bubbles_are_those_of_the_published_formulas(name: str) -> None:
     formula = SCHEDULES[name].formula
     assert formula is not None
     for ranks, bubble in zip(RANKS, PUBLISHED[name], strict=True):
-        played = follow(table_of(name, ranks, 32), UNIT)
+        played = play(table_of(name, ranks, 32), UNIT)
         assert played.bubble == bubble == formula(ranks, UNIT)
         assert np.ptp(played.busy_R) == 0
         assert played.activations_R.min() == {"1f1b": 1, "zb1p": ranks, "dualpipev": 2 * ranks + 1}[name]
     quick, least = Times(overlapped=2), {"dualpipev": 1}.get(name, PUBLISHED[name][0])
-    assert follow(table_of(name, 2, 32), quick).bubble == formula(2, quick) == least
+    assert play(table_of(name, 2, 32), quick).bubble == formula(2, quick) == least
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -153,7 +153,7 @@ def test_steps_of_a_rank_follow_each_other_and_wait_for_what_they_need(
     ranks = 2 * half
     times = Times(*unit)
     table = table_of(name, ranks, 2 * ranks * more)
-    played = follow(table, times)
+    played = play(table, times)
     ends: dict[tuple[str, int, int], float] = {}
     even = [1.0] * stages_of(table)
     for steps, begins in zip(table, played.began, strict=True):
