@@ -32,7 +32,7 @@ from ..utils.text import counted, text_table
 from .gradients.reduction import Gradients
 from .loop_state import LoopState, OpenStream, TensorStream
 from .phases import Phases, restore
-from .rebalancer import DecisionLine, Rebalancer, use_device
+from .rebalancer import Rebalancer, use_device
 from .runtime import ModelTensors, Runtime
 
 logger = logging.getLogger("eplb_runtime")
@@ -96,8 +96,6 @@ class Balancer:
         self.loop.hooks += [self._stream, self.gradients, self.guard, self.rebalancer]
         for layer in runtime.layers if config.overlap else ():
             layer.before = self.rebalancer.overlapped.before_layer
-        if runtime.job.is_planner:
-            self.events.called_at_once.append(DecisionLine())
         if runtime.maps.replicas is not None:
             runtime.maps.replicas.replan(runtime.placement, self.gradients.arrives)
         self.shown: Any = None

@@ -7,7 +7,6 @@ training goes on with the old placement.
 """
 
 import logging
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +14,6 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from textwrap import shorten
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,16 +26,7 @@ from ..distributed.consensus import Phase, Verdict
 from ..distributed.control_channel import A_LITTLE_SECONDS, ConnectionLost, ControlChannel, Work
 from ..distributed.transports import TRANSPORTS
 from ..distributed.transports.base import Transport
-from ..events import (
-    BalancingEnded,
-    BalancingPaused,
-    BalancingResumed,
-    Event,
-    EventLog,
-    RebalanceAborted,
-    RebalanceCommitted,
-    RebalancePlanned,
-)
+from ..events import BalancingEnded, BalancingPaused, BalancingResumed, EventLog, RebalanceAborted
 from ..load.clock import REST_STEPS, SAMPLED_STEPS, StepClock
 from ..load.counter import HostCopy
 from ..migration.engine import MigrationBroken, MigrationEngine, MigrationProgress
@@ -551,34 +540,3 @@ def use_device(device: torch.device) -> None:
     """Make a GPU the current device of this thread, as a new thread would use GPU 0; on a CPU nothing happens."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-class DecisionLine:
-    """Listener that logs a line for each decision and rebalance; of decisions that stay for one reason the first."""
-
-    def __init__(self) -> None:
-        self._planned: RebalancePlanned | None = None
-        self._reason = ""
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RebalancePlanned):
-            self._planned, before = event, self._reason
-            self._reason = "" if event.moves else _NUMBERS.sub("", event.reason)
-            if not self._reason or self._reason != before:
-                _log(event, "")
-        elif isinstance(event, RebalanceCommitted):
-            planned, self._planned, predicted = self._planned, None, ""
-            if planned is not None and planned.moves and None not in (planned.seconds_saved, planned.seconds_spent):
-                predicted = f", to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"
-            _log(event, predicted)
-
-
-_NUMBERS, _WIDTH = re.compile(r"[\d.]+"), 120
-
-
-def _log(event: Event, more: str) -> None:
-    """Log an event in a line; where it is too long its last fields are left out, whole ones."""
-    line = f"step {event.step}: {event.brief()}{more}"
-    while len(line) > _WIDTH and (fields := re.split(r"[;,] (?!.*[;,] )", line))[1:]:
-        line = fields[0]
-    logger.info("%s", shorten(line, _WIDTH, placeholder=" ..."))

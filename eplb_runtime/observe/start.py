@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +10,10 @@ from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from textwrap import shorten
 
 from ..config import BalancerConfig
-from ..events import Event, EventLog
+from ..events import Event, EventLog, RebalanceCommitted, RebalancePlanned
 from ..load.clock import Progress
 from ..placement import Placement
 from ..topology import Topology
@@ -27,6 +29,37 @@ SUMMARY = "summary.json"
 """In the folder of a run, written when the job ends."""
 
 Sink = Callable[[Record], None]
+
+
+class DecisionLine:
+    """Listener that logs a line for each decision and rebalance; of decisions that stay for one reason the first."""
+
+    def __init__(self) -> None:
+        self._planned: RebalancePlanned | None = None
+        self._reason = ""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RebalancePlanned):
+            self._planned, before = event, self._reason
+            self._reason = "" if event.moves else _NUMBERS.sub("", event.reason)
+            if not self._reason or self._reason != before:
+                _log(event, "")
+        elif isinstance(event, RebalanceCommitted):
+            planned, self._planned, predicted = self._planned, None, ""
+            if planned is not None and planned.moves and None not in (planned.seconds_saved, planned.seconds_spent):
+                predicted = f", to save {planned.seconds_saved:.3g} s for {planned.seconds_spent:.3g} s"
+            _log(event, predicted)
+
+
+_NUMBERS, _WIDTH = re.compile(r"[\d.]+"), 120
+
+
+def _log(event: Event, more: str) -> None:
+    """Log an event in a line; where it is too long its last fields are left out, whole ones."""
+    line = f"step {event.step}: {event.brief()}{more}"
+    while len(line) > _WIDTH and (fields := re.split(r"[;,] (?!.*[;,] )", line))[1:]:
+        line = fields[0]
+    logger.info("%s", shorten(line, _WIDTH, placeholder=" ..."))
 
 
 class Observers:
@@ -72,8 +105,9 @@ class Observers:
         self.server = self._serve()
 
     def listen_to(self, events: EventLog) -> None:
-        """Subscribe to a job's events: each is heard from now on."""
+        """Subscribe to a job's events: each is heard, and decisions are logged, from now on."""
         self._events = events
+        events.called_at_once.append(DecisionLine())
         events.subscribe(self.hear)
 
     def hear(self, event: Event) -> None:

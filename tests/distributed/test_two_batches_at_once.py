@@ -1,7 +1,5 @@
 """Two batches of a rank at once: the same results, counts and gradients as one after the other, to the bit."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A verification says right where training is, names what is not, and admits when it has shown nothing."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Ranks that stand still, die or hear no answer at each point of the protocol, while experts migrate beside training:
 all ranks commit a layer or none does, and who lives goes on, in the very bits of training without."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

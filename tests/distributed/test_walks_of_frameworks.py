@@ -5,8 +5,6 @@ homes moved, twice.
 Walkers in this file stand in for slime, verl (mbridge) and Megatron-Bridge, which are no requirements of these tests.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The reference is the library's own conversion of the whole model. The control is
 modules and takes expert ``i`` for ``ep_rank * E/R + i``.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator

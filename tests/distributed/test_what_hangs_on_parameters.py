@@ -1,7 +1,5 @@
 """Hooks, gradients, attributes and optimizer state of expert parameters: they go along, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 

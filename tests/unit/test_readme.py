@@ -12,9 +12,9 @@ from benchmarks import rollouts
 from benchmarks.harness import table
 from benchmarks.planner import suite
 
-from eplb_runtime.balancer.rebalancer import DecisionLine
 from eplb_runtime.cli import _parser, main
 from eplb_runtime.events import RebalanceCommitted, RebalancePlanned
+from eplb_runtime.observe.start import DecisionLine
 from eplb_runtime.tools.bench.planner import PlanShape, measure
 
 ROOT = Path(__file__).parents[2]

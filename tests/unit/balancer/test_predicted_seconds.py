@@ -19,7 +19,7 @@ from eplb_runtime.balancer.decision import Measurement, PlanMaker
 from eplb_runtime.balancer.gradients import norm
 from eplb_runtime.balancer.gradients.norm import RangesOfSlots, squares_of_slots
 from eplb_runtime.balancer.planner_process import PlannerLost
-from eplb_runtime.balancer.rebalancer import DecisionLine, Rebalancer, _Pending
+from eplb_runtime.balancer.rebalancer import Rebalancer, _Pending
 from eplb_runtime.config import BalancerConfig, MigrationConfig
 from eplb_runtime.distributed.consensus import Verdict
 from eplb_runtime.distributed.control_channel import ControlChannel
@@ -34,6 +34,7 @@ from eplb_runtime.events import (
 )
 from eplb_runtime.migration.engine import MigrationProgress
 from eplb_runtime.migration.schedule import Round
+from eplb_runtime.observe.start import DecisionLine
 from eplb_runtime.placement import Placement
 from eplb_runtime.planner import plan
 from eplb_runtime.planner.cost import CostModel
