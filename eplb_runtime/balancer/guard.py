@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..distributed.consensus import deviating, gather_bytes
+from ..distributed.consensus import deviating, gather_bytes, missing_at
 from ..distributed.store import StoreError
 from ..events import EventLog, GuardFinding
 from ..load.counter import HostCopy
@@ -262,13 +262,11 @@ class Guard(LoopHooks):
             groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
             finding = self._run(lambda group, _: self.compare(sample, group))
         except RuntimeError as error:
-            missing = list(groups.job.ranks)
             with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
-                while missing := [rank for rank in missing if not groups.store.word_of(f"{name}/{rank}")]:
+                while missing := missing_at(groups.store, name, groups.job.ranks):
                     if time.monotonic() > deadline:
-                        who = ", ".join(map(str, missing[:MOST_NAMED]))
                         limit = f"within {groups.timeout_seconds:g} s"
-                        return self.report(f"rank {who} did not come to {where} {limit}: {_SKIPS}")
+                        return self.report(f"rank {missing} did not come to {where} {limit}: {_SKIPS}")
                     time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self.report(finding)
