@@ -49,7 +49,7 @@ def _parser(measure: Callable[..., Mapping[str, Any]], ranks: int) -> argparse.A
         if name == "loads":
             parser.add_argument(name, nargs="*", help="load files")
         elif isinstance(default, tuple):
-            parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")), default=default)
+            parser.add_argument(f"--{name}", type=lambda text: tuple(text.split(",")), default=default, metavar="A,B")
         else:
             kind = str if default is None else type(default)
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)

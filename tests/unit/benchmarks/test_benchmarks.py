@@ -1,7 +1,5 @@
 """The benchmarks that judge planners: their loads, their judge, other planners beside ours, and what they print."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

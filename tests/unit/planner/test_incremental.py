@@ -262,6 +262,8 @@ def test_a_slow_rank_gets_tokens_by_its_speed(replicas: int, first: bool) -> Non
     assert made.imbalance_after.max() < 1.05
     assert seconds(made.placement, SPEED).sum() < 0.6 * seconds(blind.placement, None).sum()
     assert (made.imbalance_after >= made.lower_bound - 1e-9).all()
+    of_one = plan(np.where(np.arange(SLOW_EXPERTS), 0, SLOW_LOAD), SLOW_TOPOLOGY, rank_speed=SPEED, **asked)
+    assert (of_one.imbalance_after >= of_one.lower_bound - 1e-9).all() and (replicas or of_one.lower_bound.min() > 7)
     loads = rank_load(SLOW_LOAD, made.placement, SPEED).sum(axis=0)
     assert loads[2] < 0.6 * loads[0] and 0.7 < loads[6] / loads[0] < 0.9
     alone = plan(np.array([[90.0, 10, 10, 10]]), Topology(4), slots_per_rank=1, rank_speed=[0.5, 1, 1, 1])

@@ -1,7 +1,5 @@
 """Threads and streams of transports on a GPU: which one they work on, what they wait for, and what they do not."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
