@@ -20,8 +20,6 @@ from eplb_runtime.distributed.transports.deepep import ROW_BYTES, DeepEP
 from eplb_runtime.moe.dispatch.base import DispatchContext
 from eplb_runtime.moe.dispatch.deepep import DeepEPDispatcher
 
-pytestmark = pytest.mark.long
-
 CPU = torch.device("cpu")
 CALLS: list[str] = []
 """Collective calls of this rank's buffer, as they begin."""
