@@ -98,7 +98,7 @@ class ControlChannel:
             raise
         except Exception as error:
             logger.debug("work on the control group failed", exc_info=True)
-            raise ConnectionLost(f"{type(error).__name__}: {error}") from error
+            raise ConnectionLost(one_line(error, with_type=True)) from error
 
     def run(self, work: Work[T], seconds: float | None = None) -> T:
         """Do work on the channel's thread after what is queued there, and return its result. ConnectionLost: it failed
@@ -109,8 +109,8 @@ class ControlChannel:
             work_here = partial(self._do, work, self._groups.control, self.agreement)
             return self.worker.do(work_here, seconds + A_LITTLE_SECONDS)
         except Exception as error:
-            name = "" if isinstance(error, RuntimeError | TimeoutError) else f"{type(error).__name__}: "
-            raise ConnectionLost(f"{name}{error}") from error
+            is_named = not isinstance(error, RuntimeError | TimeoutError)
+            raise ConnectionLost(one_line(error, with_type=is_named)) from error
 
     def broadcast_notice(self, notice: Callable[[Agreement], object]) -> None:
         """Queue ``notice`` on the channel's thread, without waiting for it; nothing if closed or reconnecting."""
