@@ -347,7 +347,8 @@ class TrialRun(LoopHooks):
     def _gradients(self) -> Iterator[tuple[Any, ...]]:
         layer_of, dense = self._runtime.layer_of_parameter, self._tensors.dense
         experts = {} if self._runtime.registry.has_slots else self._runtime.parameters
-        for name, gradient in ((name, one.grad) for name, one in {**experts, **dense}.items()):
+        for name, one in {**experts, **dense}.items():
+            gradient = getattr(one, "main_grad", None) if one.grad is None else one.grad  # Megatron's is in a buffer
             if gradient is not None and name in dense:
                 yield f"{name}/grad", "gradient", -1, local(gradient)
             elif gradient is not None:

@@ -1,7 +1,5 @@
 """Settings of Transformers and Accelerate that the balancer cannot follow, and why. Transformers is not imported."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
