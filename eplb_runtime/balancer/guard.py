@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..distributed.consensus import deviating, gather_bytes, missing_at
+from ..distributed.consensus import deviating, gather_bytes
 from ..distributed.store import StoreError
 from ..events import EventLog, GuardFinding
 from ..load.counter import HostCopy
@@ -256,17 +256,17 @@ class Guard(LoopHooks):
     def _compare(self, sample: Sample, where: str) -> None:
         """Compare over the job; raise or warn. Collective."""
         self._comparisons += 1
-        groups, name = self._groups, f"guard/{self._comparisons}"
-        deadline = time.monotonic() + groups.timeout_seconds
+        groups, name, limit = self._groups, f"guard/{self._comparisons}", self._groups.timeout_seconds
+        late, deadline = list(groups.job.ranks), time.monotonic() + limit
         try:
             groups.store.compare_set(f"{name}/{groups.job.rank}", "here", passing=True)
             finding = self._run(lambda group, _: self.compare(sample, group))
         except RuntimeError as error:
             with suppress(StoreError):  # a silent store says nothing of ranks; one that hung up may still arrive
-                while missing := missing_at(groups.store, name, groups.job.ranks):
+                while late := [rank for rank in late if not groups.store.word_of(f"{name}/{rank}")]:
                     if time.monotonic() > deadline:
-                        limit = f"within {groups.timeout_seconds:g} s"
-                        return self.report(f"rank {missing} did not come to {where} {limit}: {_SKIPS}")
+                        listed = ", ".join(map(str, late[:MOST_NAMED]))
+                        return self.report(f"rank {listed} did not come to {where} within {limit:g} s: {_SKIPS}")
                     time.sleep(_POLL_SECONDS)
             return logger.info("the ranks could not compare their facts at %s: %s", where, error)
         self.report(finding)

@@ -404,7 +404,7 @@ class Rebalancer(LoopHooks):
         except MigrationBroken as error:
             self._events.emit(BalancingEnded(self.step, str(error)))
             raise
-        self._take_over(progress)
+        self._handle_progress(progress)
         return progress
 
     def _advance(self) -> None:
@@ -413,20 +413,20 @@ class Rebalancer(LoopHooks):
         hold_back = bool(self.quiesced) or self.control.reconnecting
         progress = self.overlapped.advance(hold_back=hold_back)
         progress = replace(progress, only_between_steps=progress.only_between_steps and not hold_back)
-        self._take_over(progress)
+        self._handle_progress(progress)
         if progress.only_between_steps:
             self._overlaps = False
             what = "from now on experts migrate between steps, as with overlap=False"
             logger.warning("step %d: %s; %s", self.step, progress.cause, what)
             self._migrate(self._target)
 
-    def _take_over(self, progress: MigrationProgress) -> None:
-        """Follow the commits of a migration, and report what became of the rest."""
+    def _handle_progress(self, progress: MigrationProgress) -> None:
+        """Adopt the placement of what a migration has committed, and report what became of the rest."""
         self.clock.exclude(progress.pause_seconds)
         self._pause_seconds += progress.pause_seconds
         if progress.stall_seconds is not None:
             self.clock.stalled(progress.stall_seconds)
-        self._follow(progress.placement)
+        self._adopt(progress.placement)
         if progress.committed_layers:
             before, self._reported = self._reported, self._placement
             self._committed_layers.update(progress.committed_layers)
@@ -447,15 +447,15 @@ class Rebalancer(LoopHooks):
 
     def _get_ready(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Prepare what follows a placement, before a vote; return what takes it over, before tokens are routed."""
-        follow = self._maps.prepare(placement, layers)
+        take_maps_over = self._maps.prepare(placement, layers)
 
         def take_over() -> None:
-            self._follow(placement)
-            follow()
+            self._adopt(placement)
+            take_maps_over()
 
         return take_over
 
-    def _follow(self, placement: Placement) -> None:
+    def _adopt(self, placement: Placement) -> None:
         if placement is self._placement:
             return
         self._earlier.append((self._counter.buckets, self._placement))
@@ -467,7 +467,7 @@ class Rebalancer(LoopHooks):
         whether the placement has changed since the last boundary."""
         before = self._placement
         if self.overlapped.in_flight:
-            self._take_over(self.overlapped.drain())
+            self._handle_progress(self.overlapped.drain())
         return self._placement is not before
 
     def commit_in_flight(self) -> bool:

@@ -333,8 +333,8 @@ class Overlapped:
             gate.set()
         if in_order := self._engine.executor.transport.in_order:
             self._post_here(migration)
-        follow, posts = self._after_what_is_queued(), None if in_order else migration
-        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, follow, posts))
+        begin, posts = self._after_what_is_queued(), None if in_order else migration
+        self._transferring = self._control.worker.submit(lambda: self._transfer_rounds(flights, gate, begin, posts))
 
     def _post_here(self, migration: PreparedMigration) -> None:
         """Post all rounds of a step, in their order, on the thread that trains; none if earlier ones do not end."""
@@ -400,7 +400,7 @@ class Overlapped:
         self,
         flights: Sequence[InFlightRound],
         gate: threading.Event,
-        follow: Callable[[], None],
+        begin: Callable[[], None],
         posts: PreparedMigration | None,
     ) -> None:
         """Receive rounds in order, those of ``posts`` posted a few ahead, and vote as soon as training allows it."""
@@ -413,7 +413,7 @@ class Overlapped:
                 self._engine.vote(flight.posted, flight.ballot)
 
         try:
-            follow()
+            begin()
             if posts is not None:
                 self._engine.executor.restart()
             for number, flight in enumerate(flights):
@@ -455,13 +455,13 @@ class Overlapped:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._engine.device))
 
-        def follow() -> None:
+        def begin() -> None:
             if self._stream is None:  # one for good: torch has few, and the others that it gives out are the model's
                 self._stream = torch.cuda.Stream(self._engine.device)  # type: ignore[no-untyped-call]
             self._stream.wait_event(event)
             torch.cuda.set_stream(self._stream)
 
-        return follow
+        return begin
 
 
 def next_rounds(

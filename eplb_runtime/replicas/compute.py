@@ -28,7 +28,7 @@ class PersistentReplicas(LocalExperts):
 
     def __call__(self, rows_MD: Tensor, counts_S: SlotCounts, weights_M: Tensor | None) -> Tensor:
         self._sync.check_homes(self._layer)
-        slots = _WithReplicas.apply(self, *self._parameters())
+        slots = _WithReplicas.apply(self, *self._bank.parameters)
         return run_rows(self._compute, rows_MD, counts_S, slots, weights_M)
 
     def slots(self, homes: Sequence[Tensor]) -> Sequence[Tensor]:

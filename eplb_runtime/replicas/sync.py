@@ -293,8 +293,8 @@ class Maps:
             one.prepare(placement, layers) for one in (self.table, self.splitter, self.replicas) if one is not None
         ]
 
-        def follow() -> None:
-            for take_over in ready:
-                take_over()
+        def take_over() -> None:
+            for take_one_over in ready:
+                take_one_over()
 
-        return follow
+        return take_over

@@ -32,7 +32,6 @@ MEGATRON = pytest.param(["megatron_gpt.py", "--steps", "4"], marks=NO_MEGATRON)
 NO_TITAN = pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
 TITAN = ["torchtitan_moe.py", "--steps", "4", "--output", "{folder}"]
 LONG = [pytest.param(TRAINER, marks=pytest.mark.long), pytest.param(LOOP, marks=pytest.mark.long)]
-LONG.append(pytest.param(*MEGATRON.values, marks=[NO_MEGATRON, pytest.mark.long]))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_an_example_runs_by_itself(command: list[str], tmp_path: Path) -> None:
     assert "rank 0: loss" in done.stdout and "rank 1: loss" in done.stdout
 
 
-@pytest.mark.parametrize("command", [PIPELINE, *LONG], ids=str)
+@pytest.mark.parametrize("command", [PIPELINE, MEGATRON, *LONG], ids=str)
 def test_an_example_is_right(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `verify`, whose runs are forked here from one process that has imported everything."""
     name, *options = [part.format(folder=tmp_path) for part in command]

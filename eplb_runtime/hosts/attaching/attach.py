@@ -421,4 +421,4 @@ def _local_experts(
     if bank.is_sliced:
         of_layer |= {"group": made.groups.shards, "replica_group": made.groups.edp_replicas}
         return ShardedReplicas(compute, live_weights, divisor, **of_layer)
-    return PersistentReplicas(compute, partial(getattr, bank, "parameters"), divisor, **of_layer)
+    return PersistentReplicas(compute, live_weights, divisor, **of_layer)

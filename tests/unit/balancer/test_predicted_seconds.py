@@ -165,7 +165,7 @@ def test_a_move_waits_for_the_decision_in_flight_and_leaves_it_for_later(bare: A
     bare._pending = pending = _Pending(1, "key", decision, None)
     bare._new_key = lambda _: goes_on.set()  # as late as can be
     bare._engine, bare._get_ready = SimpleNamespace(migrate=lambda *_: said.append("migrated")), None
-    bare._take_over, bare._maps, bare._after_move = lambda _: None, SimpleNamespace(replicas=None), lambda: None
+    bare._handle_progress, bare._maps, bare._after_move = lambda _: None, SimpleNamespace(replicas=None), lambda: None
     bare.migrate_to(INITIAL)
     assert said == ["decided", "migrated"] and bare._pending is pending
 
@@ -203,7 +203,7 @@ def test_a_pause_is_no_part_of_a_step_what_is_fixed_of_it_is_learned_and_counts_
     bare._counter, bare.clock, slots = SimpleNamespace(buckets=3), Mock(), np.array([[2, 1, 0, 3]])
     rounds, seconds = (Round(0, np.zeros((0, 4)), (), ()),), {"prepare": 0.5, "transfer": 4.0, "vote": 0.25}
     moved = Placement(slots, 4, 2, slots)
-    bare._take_over(MigrationProgress(moved, rounds=rounds, pause_seconds=5.0, seconds=seconds))
+    bare._handle_progress(MigrationProgress(moved, rounds=rounds, pause_seconds=5.0, seconds=seconds))
     assert bare.clock.mock_calls == [call.exclude(5.0), call.stalled(0.75)]
     assert bare._earlier == [(3, INITIAL)] and bare.placement() is moved and bare._moved_L.all()
 
