@@ -1,7 +1,5 @@
 """Proves that a job trains the same wherever its experts are: compares a few steps of it in several layouts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -65,7 +63,7 @@ class Cell:
     digests: tuple[int, ...]
     sums: Sums
 
-    def same_bits(self, other: Cell) -> bool:
+    def same_bits(self, other: Self) -> bool:
         if self.kind == "range":  # in another slot ranks have other parts of an expert
             return sum(self.digests) % 2**64 == sum(other.digests) % 2**64
         return set(self.digests) == set(other.digests) if self.kind == "number" else self.digests == other.digests
@@ -92,7 +90,7 @@ class Run:
     failure: str = ""
 
     @classmethod
-    def of(cls, folder: Path) -> Run:
+    def of(cls, folder: Path) -> Self:
         path = folder / "meta.json"
         return cls(folder, json.loads(path.read_text()) if path.exists() else {})
 
@@ -342,12 +340,13 @@ def proof(run: Callable[[str], Run]) -> Report:
     found["moved"] = dict.fromkeys((*DIFFERENCE, "rounding")) | {"equal": not difference} | difference
     if not difference and moved.length < fixed.length:
         why = moved.failure or "without an error: does its end depend on the time?"
-        return answer("wrong" if moved.failure else "unknown", f"the run with moved homes ended sooner: {why}")
+        by_homes = moved.failure and moved.length >= 0 and run("fixed").length == fixed.length
+        return answer("wrong" if by_homes else "unknown", f"the run with moved homes ended sooner: {why}")
     if not difference and not moved.meta["commits"]:
         few = f"no expert moved in {counted(moved.length, 'step')}"
         return answer("unknown", f"{few}: train for 3 or more, and give as many as --steps, or see its output")
     again = run("fixed") if difference else fixed
-    if again.length < fixed.length:
+    if again.length < min(fixed.length, moved.length):
         return answer("unknown", f"the second run with fixed homes ended sooner: {again.failure}")
     odd = first_difference(fixed, again) if difference else {}
     found["repeats"] = not odd
@@ -403,7 +402,8 @@ def verify_command(command: Sequence[str], steps: int = 12) -> Report:
     def run(layout: str, folder: Path) -> Run:
         nonlocal steps
         found = _run(command, Trial(layout, steps, str(folder)), layout)
-        steps = min(steps, found.length) if found.length > 0 else steps  # where a job ends sooner, the others end there
+        if found.length > 0 and not found.failure:
+            steps = min(steps, found.length)  # where a job ends sooner, the others end there
         return found
 
     return _answer(run)

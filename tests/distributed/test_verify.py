@@ -178,11 +178,21 @@ def ended(folder: Path, steps: int, failure: str = "", digest: int = 0) -> Run:
     return Run(folder, {"commits": 1}, failure)
 
 
-@pytest.mark.parametrize(("moved", "verdict"), [((2, "failed"), "wrong"), ((2,), "unknown"), ((3, "", 1), "unknown")])
-def test_a_run_that_ends_sooner_is_wrong_only_by_homes(tmp_path: Path, moved: tuple[Any, ...], verdict: str) -> None:
-    runs = [ended(tmp_path / "1", 3), ended(tmp_path / "2", *moved), ended(tmp_path / "3", 2, "failed")]
+SOONER: list[tuple[Any, Any, str]] = [
+    ((2, "failed"), (3,), "wrong"),
+    ((2, "failed"), (2, "failed"), "unknown"),  # it fails with fixed homes, too
+    ((-1, "failed"), (3,), "unknown"),  # before attach
+    ((2,), (), "unknown"),
+    ((3, "", 1), (2, "failed"), "unknown"),
+    ((2, "failed", 1), (2, ""), "wrong"),  # by the bits of the steps that it has
+]
+
+
+@pytest.mark.parametrize(("moved", "again", "verdict"), SOONER)
+def test_a_run_that_ends_sooner_is_wrong_only_by_homes(tmp_path: Path, moved: Any, again: Any, verdict: str) -> None:
+    runs = [ended(tmp_path / "1", 3), ended(tmp_path / "2", *moved), ended(tmp_path / "3", *again or (0,))]
     report = proof(lambda _: runs.pop(0))
-    assert report.verdict == verdict and "ended sooner" in report.reason
+    assert report.verdict == verdict and ("ended sooner" in report.reason or report.moved["step"] == 0)
     assert "no weight has a gradient" in next(untrained(ended(tmp_path / "4", 1)))
 
 
