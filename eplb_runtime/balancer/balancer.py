@@ -1,7 +1,5 @@
 """The balancer as its user sees it: the calls that a training loop makes. `rebalancer.py` changes the placement."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -43,7 +41,7 @@ EXPORT_SECONDS = 120.0
 """Ranks wait so long for each other between buckets of an export, if the balancer's timeout is no longer."""
 
 
-def _end_threads(of: weakref.ref[Balancer]) -> None:
+def _end_threads(of: "weakref.ref[Balancer]") -> None:
     """Close a balancer at the end of its process if ``close`` was not called: a thread that returned from a wait into a
     finalized interpreter would end the process by a signal."""
     balancer = of()
@@ -79,8 +77,8 @@ class Balancer:
         self,
         runtime: Runtime,
         transport: Transport,
-        hook_optimizers: Callable[[Balancer], Any],
-        export_with: Callable[[Balancer], Any],
+        hook_optimizers: Callable[["Balancer"], Any],
+        export_with: Callable[["Balancer"], Any],
     ) -> None:
         self.config = config = runtime.config
         self.topology = runtime.topology
@@ -183,7 +181,7 @@ class Balancer:
         to let go of, which may not step the model any more; a decision or migration in flight is dropped. Complete
         checks by the guard begin again with the first optimizer, and with ``instead_of``. Collective, between steps.
         Raises AttachError: it cannot be used (inference with replica slots has no place for gradients) or replaced;
-        RuntimeError: a rank did not come; with ``instead_of``, closed, or between a backward pass and a step."""
+        RuntimeError: a rank did not come; with ``instead_of``, between a backward pass and a step."""
         began = self.loop.has_optimizer
         if instead_of is not None:
             self.loop.require("adopt()")

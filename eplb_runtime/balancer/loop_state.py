@@ -1,12 +1,11 @@
 """The loop of an attached model: its state, which calls are wrong in it (one table), and the parts of its steps."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from threading import RLock, get_ident
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ CALLS: Mapping[str, tuple[Wrong, ...]] = {
     "plan_ahead()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_LOGICAL_ORDER),
     "at_once()": (Wrong.CLOSED,),
     "gather_experts()": (Wrong.IN_SCHEDULE,),
-    "adopt()": (Wrong.CLOSED, Wrong.IN_SCHEDULE, Wrong.IN_STEP),
+    "adopt()": (Wrong.IN_SCHEDULE, Wrong.IN_STEP),
 }
 """By the call, what it is refused in; the first is said. Others are exports and walks over the weights."""
 _EXPORTS = (Wrong.CLOSED, Wrong.IN_SCHEDULE)
@@ -94,7 +93,7 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
         ``reason``: a line for them; a loop on this rank that goes on with the stream then raises it. Abstract."""
         raise NotImplementedError
 
-    def __enter__(self) -> TensorStream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -195,8 +194,7 @@ class LoopState:
             self.in_schedule = ""
 
     def before_step(self) -> None:
-        """Call all hooks' ``before_reduce`` and then ``before_step``, which reduces gradients for an optimizer that is
-        about to step. RuntimeError: the balancer is suspended."""
+        """Call the hooks ahead of an optimizer's step; gradients are reduced. RuntimeError: suspended."""
         self.require("optimizer.step()")
         for hook in self.hooks:
             hook.before_reduce()
@@ -216,6 +214,10 @@ class LoopState:
         """Tell the hooks that every rank skipped this optimizer's step."""
         for hook in self.hooks:
             hook.on_step_skipped(optimizer)
+
+    def pass_over_step(self) -> None:
+        """Forget the training step that has begun: every optimizer's step was skipped, and gradients may stay."""
+        self._has_begun = False
 
     def on_moved(self) -> None:
         """Tell the hooks that experts have moved."""

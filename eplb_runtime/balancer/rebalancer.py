@@ -307,11 +307,11 @@ class Rebalancer(LoopHooks):
         self._pending = None
 
     def close(self) -> None:
-        """Stop balancing: drop what is in flight, end the worker and the planner, and free staging memory. Replicas are
-        not used any more, since they are not refreshed. The last event is `BalancingEnded`."""
+        """Drop what is in flight, end worker and planner, and use no replicas. `BalancingEnded` is the last event."""
         with ExitStack() as parts:  # each ends even if one raises; the last one named first
             parts.callback(self._events.emit, BalancingEnded(self.step, "closed"))
             parts.callback(self._use_no_replicas)
+            parts.callback(self._expert_clock.end_step)
             parts.callback(self.control.agreement.close)
             parts.callback(self._engine.executor.close)
             parts.callback(self.control.worker.close, A_LITTLE_SECONDS)

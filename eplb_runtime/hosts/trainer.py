@@ -4,8 +4,6 @@ A callback would come too late, but for a model that the library has spread: oth
 belongs to the Trainer (batches, losses, schedules, random numbers) stays its own; nothing here looks into a model.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -116,6 +116,33 @@ def another_in_mid_run(policy: str) -> State:
     return state
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate's, without hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def another_after_a_skipped_step_and_close() -> State:
+    run = attached().train(1)
+    scaler = eplb.GradScaler(run.balancer)
+    run.backward(run.forward())
+    run.model.lm_head.weight.grad.fill_(torch.inf)
+    scaler.scale(torch.ones(()))
+    scaler.step(run.optimizer)
+    scaler.update()
+    assert run.balancer.rebalancer.step == 1
+    run.balancer.rebalance()  # no step has begun, though gradients are there
+    run.optimizer.zero_grad()
+    assert run.balancer.runtime.expert_clock.on
+    run.balancer.close()
+    assert not run.balancer.runtime.expert_clock.on
+    new = SGD(run.model.parameters(), lr=0.05)
+    run.balancer.adopt(Wrapped(new), instead_of=Wrapped(run.optimizer))
+    train(run.model, new)
+    return eplb.logical_state_dict(run.model, new)
+
+
 def with_copies() -> dict[str, Any]:
     """Settings: replicas of the first home of the other rank; nothing moves."""
     start = with_replicas(EXPERTS, 2, {0: EXPERTS // 2, 1: 0})
@@ -145,7 +172,7 @@ def right(rank: int) -> list[dict[str, str]]:
     assert differing(static, moved) == []
     without, beside = (closing(partial(written_between_steps, **o))() for o in ({"policy": "static"}, with_copies()))
     assert all(torch.allclose(tensor, without[key], rtol=0, atol=1e-6) for key, tensor in beside.items())
-    return [digests(state) for state in (given, static, beside)]
+    return [digests(state) for state in (given, static, beside, closing(another_after_a_skipped_step_and_close)())]
 
 
 def test_adopted_optimizers_train_as_given_ones_and_copies_follow_what_is_written_between_steps() -> None:
@@ -171,6 +198,12 @@ def unknown_second_optimizer() -> None:
 def adopted_what_another_has() -> None:
     run = attached()
     run.balancer.adopt(AdamW([run.model.lm_head.weight]))
+
+
+def stepped_by_another_after_close() -> None:
+    run = attached().train(1)
+    run.balancer.close()
+    SGD(run.model.parameters()).step()
 
 
 def stepped_after_it_was_let_go() -> None:
@@ -234,6 +267,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "balancer.adopt(optimizer)": not_adopted,
     "a AdamW that the balancer does not know steps lm_head.weight": unknown_second_optimizer,
     "lm_head.weight is in several optimizers: give each parameter to one, and let go": adopted_what_another_has,
+    "a SGD that the balancer does not know steps": stepped_by_another_after_close,
     "balancer.adopt(optimizer), with instead_of=old where it replaces one": stepped_after_it_was_let_go,
     "adopt() between a backward pass and the optimizer's step": adopted_inside_a_step,
     "call balancer.weights_changed() after writing, on every rank": written_and_not_said,

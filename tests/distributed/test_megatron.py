@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from support.ranks import run_ranks
 from test_megatron_rows import ROWS
 
 import eplb_runtime as eplb
+from eplb_runtime.hosts.attaching import attach as attaching
 from eplb_runtime.load.series import read_series
 from eplb_runtime.tools.formats.loads import read_load
 
@@ -67,7 +69,15 @@ def refused_at_attach() -> Said:
     several = MegatronLoop()
     several.config.fp8, several.config.cuda_graph_impl = "e4m3", "local"
     at_once = said_by(lambda: attached(several, move=False))
+    late = MegatronLoop()
+    dispatchers = (getattr(module, "token_dispatcher", None) for module in late.models[0].modules())
+    patched = [late.optimizer, *filter(None, dispatchers)]
+    before = [sorted(vars(one)) for one in patched]
+    with patch.object(attaching, "_record", side_effect=MemoryError("made to fail")):
+        failed = said_by(lambda: attached(late, move=True))
+    assert [sorted(vars(one)) for one in patched] == before
     return [
+        ("MemoryError: made to fail", failed),
         ("replica_slots", attach(bare, replica_slots=1)),
         ("the framework's own dispatcher sends tokens", attach(bare, dispatch=eplb.DispatchConfig("hierarchical"))),
         ("nothing to balance", attach({**bare, **padded})),
@@ -194,7 +204,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_what_megatron_cannot_follow_is_refused(results: list[dict[str, Any]]) -> None:
     for found in results:
-        assert len(found["refused"]) == 27
+        assert len(found["refused"]) == 28
         assert [(line, said) for line, said in found["refused"] if line not in said] == []
 
 

@@ -1,7 +1,5 @@
 """A recorded load is what the routers chose, whoever records it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What else happens to a process while experts are on their way: what belongs to them is replaced between two steps, a
 forward breaks off, a child is forked that ends by itself, a signal's handler closes the balancer."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

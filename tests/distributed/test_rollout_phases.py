@@ -1,8 +1,6 @@
 """Rollouts between training steps: the balancer is suspended while weights, gradients and optimizer state are freed,
 keeps no memory meanwhile, and no bit of training changes. 2 ranks, a small Qwen3-MoE."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

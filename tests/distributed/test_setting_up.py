@@ -81,6 +81,9 @@ def fails_somewhere(rank: int) -> dict[str, str]:
         eplb.attach(None if odd else make_model("olmoe", experts=6))  # type: ignore[arg-type]
     said["no model"] = str(refused.value)
     said["no rank of its job"] = said_by(lambda: attach(rank, ranks=Ranks(job=(0, 1)) if odd else Ranks()))
+    undo = at(attaching, "cut_rows", fail) if odd else lambda: None
+    said["shard_experts"] = said_by(lambda: eplb.shard_experts(make_model("olmoe", experts=6)))
+    undo()
     attach(rank, AT_ONCE).close()
     return said
 
@@ -89,7 +92,7 @@ def test_a_rank_that_fails_at_attach_ends_it_on_all_with_its_own_line() -> None:
     for rank, said in enumerate(run_ranks(RANKS, fails_somewhere)):
         assert "not iterable" in said.pop("no model")
         assert f"rank {LAST} is not among the ranks of the job" in said.pop("no rank of its job")
-        assert said.keys() == PLACES.keys()
+        assert said.keys() == {*PLACES, "shard_experts"}
         for place, line in said.items():  # others say the same of one that they have waited for in vain, in other words
             assert "made to fail" in line and "\n" not in line, (place, line)
             assert rank == LAST or f"rank {LAST}" in line, (place, line)

@@ -5,8 +5,6 @@ torchtitan alone on the same ranks, in float64. Checkpoints, and what is refused
 FlexAttention's kernel has plain products in its place (``launch/examples``), DeepEP `titan_dispatch_double`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta

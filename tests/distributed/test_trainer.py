@@ -1,7 +1,5 @@
 """Transformers' Trainer with a balancer, against the Trainer without: training, folders, resuming, evaluation."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

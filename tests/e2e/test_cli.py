@@ -1,7 +1,5 @@
 """The command as a user runs it: tables, JSON with the documented keys, one-line refusals, exit statuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The training job of ``launch/`` writes what it promises, goes on after a kill, and ends without ``close()``."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

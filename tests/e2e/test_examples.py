@@ -1,7 +1,5 @@
 """The examples run as the README says."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

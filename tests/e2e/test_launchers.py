@@ -1,7 +1,5 @@
 """What the launchers start on each host: checked against stand-ins for python, Slurm and a cluster."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

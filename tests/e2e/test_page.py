@@ -1,7 +1,5 @@
 """The live page in a real browser: what it shows is what the metrics say, and it goes on showing it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

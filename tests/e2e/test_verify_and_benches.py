@@ -1,7 +1,5 @@
 """The commands that need ranks, as a user starts them: exit statuses, documented keys, one-line refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

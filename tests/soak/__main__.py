@@ -4,8 +4,6 @@ One life of a job after another, each ended by a kill. Exit status 1: a bit diff
 kill, or a thing hangs or grows.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ A new point joins by its name. A rank acts on a draw where it comes to the point
 for a rank that is killed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

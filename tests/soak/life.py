@@ -4,8 +4,6 @@ A life of the job takes some bouts: faults are drawn (`faults.py`), the job trai
 have moved again, and everything is compared. In the end a rank is killed, and the others are looked at.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

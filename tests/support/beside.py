@@ -1,7 +1,5 @@
 """A small job whose experts migrate while it trains, and places to break it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The files of ``launch/examples``, as they are."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

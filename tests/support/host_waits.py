@@ -5,8 +5,6 @@ which refuses whatever reads a tensor's values on the host and whatever makes a 
 memory that it was given before.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

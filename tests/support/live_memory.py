@@ -1,7 +1,5 @@
 """How much memory tensors take beyond what was there: counted at each operation, to the byte."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

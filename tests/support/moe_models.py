@@ -1,7 +1,5 @@
 """Small models of the real families, from the library's own classes."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

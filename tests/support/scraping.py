@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes a job's server by the configuration in launch/monitoring."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -4,8 +4,6 @@ torchrun imports torch once and each of its ranks imports all that the script ne
 them. One test of each kind starts them by torchrun itself.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import socket

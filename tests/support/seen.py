@@ -1,7 +1,5 @@
 """What a job is compared by: the bits of its tensors, what it warns of, and the line that a call refuses with."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

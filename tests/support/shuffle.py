@@ -1,7 +1,5 @@
 """A planner that moves experts at every decision, and how a test has a balancer plan with it, or with another."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """The house: eighteen entries at the root, each file in a room of limited size, one order in which rooms import each
 other; a class name is used once, no function takes a long list of parameters, and what docstrings document exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

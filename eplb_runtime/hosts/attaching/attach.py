@@ -71,13 +71,15 @@ def attach_stages(described: Described) -> Balancer:
     groups, trial = request.groups, request.trial
     with rollback(groups) as undo:
         made = connect(check(request), undo)
-        snapshot = ModelSnapshot([stage.model for stage in request.stages], [*request.optimizers, request.container])
+        models, layers = [stage.model for stage in request.stages], [layer for *_, layer in request.layers]
+        snapshot = ModelSnapshot(models, [*request.optimizers, request.container], layers)
         undo.callback(snapshot.restore)
         runtime = build_runtime(made, shard(made))
         raise_on_all(groups)
         made.copies.open()
         balancer = _balancer(made, runtime)
         undo.callback(balancer.close)
+        undo.callback(balancer.optimizer_hooks.let_strangers_step)
         install(made, balancer)
         raise_on_all(groups)
         balancer.begin()
@@ -123,11 +125,12 @@ def shard_stage(described: Described) -> None:
         placement = (checked := check(request)).placement
         for problem in filter(None, (test.problem for test in checked.tests)):
             logger.warning("%s", problem)
-        undo.callback(ModelSnapshot([stage.model], []).restore)
+        undo.callback(ModelSnapshot([stage.model], [], []).restore)
         for layer, rows in zip(stage.host.layers, placement.homes_LRH[:, job.ep_rank].tolist(), strict=True):
             for name in layer.parameters:
                 layer.put(name, cut_rows(layer, name, rows, request.device, request.single))
             mark_spread(layer.experts, ShardingMark(len(rows), placement.digest(), job.ep_ranks))
+        raise_on_all(request.groups)
     request.groups.close()
 
 

@@ -76,6 +76,7 @@ class MoELayer:
     by_expert: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     run: Run | None = None
     watch: Watch | None = None
+    patched: tuple[Any, ...] = ()  # what ``install`` sets attributes of and is no module
     replaced: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict)  # parameters of before, by name
     experts_here: int = 0
     ep_size: int = 0
@@ -98,7 +99,9 @@ class MoELayer:
 class HostOptimizer(StateOwner, Protocol):
     """An optimizer of the framework's own, which is no torch optimizer but steps with some ``inside``, which step
     experts. ``param_groups``: the model's expert parameters that it steps. ``divides_over``: the ranks that
-    ``ranges_of`` is of, in their order; empty: no expert is divided."""
+    ``ranges_of`` is of, in their order; empty: no expert is divided. ``patched``: what `join` sets attributes of."""
+
+    patched: Sequence[Any]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...

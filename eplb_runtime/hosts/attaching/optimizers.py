@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ...balancer.balancer import Balancer
 from ...balancer.loop_state import LoopHooks, LoopState
 from ...moe.experts.optimizer_state import OptimizerStateError, check_elementwise
-from .description import AnyOptimizer, AttachError
+from .description import AnyOptimizer, AttachError, unwrapped
 from .state_hooks import mark_optimizer, order_optimizer
 
 
@@ -62,7 +62,8 @@ class _Stepper:
 
 
 class Optimizers(LoopHooks):
-    """Those that step one attached model, whose parameters are given by name, experts as they are here."""
+    """Those that step one attached model, whose parameters are given by name, experts as they are here. After `close`
+    others are still refused, until this is gone or ``let_strangers_step()``: gradients are reduced for these alone."""
 
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
         self._balancer = balancer
@@ -77,7 +78,7 @@ class Optimizers(LoopHooks):
             if (refuse := ask()) is not None:
                 refuse(optimizer)
 
-        balancer.closing.callback(register_optimizer_step_pre_hook(before_any_step).remove)
+        self.let_strangers_step = finalize(self, register_optimizer_step_pre_hook(before_any_step).remove)
         balancer.loop.hooks.append(self)
 
     # -- which optimizers ----------------------------------------------------------------------------------------------
@@ -100,6 +101,7 @@ class Optimizers(LoopHooks):
     def adopt(self, optimizer: torch.optim.Optimizer, instead_of: torch.optim.Optimizer | None = None) -> None:
         """Check and hook an optimizer; unhook ``instead_of`` and drop a pending plan. AttachError: it is refused."""
         config, tensors, why = self._balancer.config, self._balancer.tensors, ""
+        optimizer, instead_of = unwrapped(optimizer), unwrapped(instead_of)
         old = next((one for one in self._known if one.optimizer is instead_of), None)
         if not isinstance(optimizer, torch.optim.Optimizer):
             why = (
@@ -142,12 +144,12 @@ class Optimizers(LoopHooks):
     def _know(self, optimizer: AnyOptimizer, old: _Stepper | None = None) -> _Stepper:
         """Under the number of the one that was let go, or a new one."""
         number, one = self._known.index(old) if old else len(self._known), _Stepper(optimizer, _count(optimizer))
-        self._known[number : number + 1] = [one]
         if isinstance(optimizer, torch.optim.Optimizer):
             after = optimizer.register_step_post_hook(partial(self._after_step, one))
             # A user's own of before may evaluate, save or move: the training step is over then.
             optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
             one.hooks = [optimizer.register_step_pre_hook(partial(self._before_step, one)), after]
+        self._known[number : number + 1] = [one]
         return one
 
     def _hook(self, optimizer: AnyOptimizer, old: _Stepper | None = None) -> None:
@@ -279,6 +281,8 @@ class Optimizers(LoopHooks):
                 other.stepped = None
             if was_step:
                 self._balancer.step()
+            else:
+                self._balancer.loop.pass_over_step()
 
 
 def _count(optimizer: AnyOptimizer) -> int:

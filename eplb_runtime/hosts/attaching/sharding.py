@@ -94,13 +94,16 @@ def _swap(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 
 class ModelSnapshot:
-    """What attaching changes of models and optimizers. It keeps full experts alive until it is dropped."""
+    """What attaching changes of models, their layers' ``patched`` and optimizers. It keeps full experts alive."""
 
-    def __init__(self, models: Sequence[nn.Module], steppers: Sequence[AnyOptimizer | None]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], steppers: Sequence[AnyOptimizer | None], layers: Sequence[MoELayer]
+    ) -> None:
         optimizers = [one for one in steppers if isinstance(one, torch.optim.Optimizer)]
+        patched = [thing for one in (*layers, *steppers) for thing in getattr(one, "patched", ())]
         parameters = [parameter for model in models for parameter in model.parameters()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        own = [vars(thing) for thing in (*(m for model in models for m in model.modules()), *optimizers)]
+        own = [vars(thing) for thing in (*(m for model in models for m in model.modules()), *optimizers, *patched)]
         inside = [value for one in own for value in one.values() if isinstance(value, dict | set)]  # parameters, hooks
         held = [*own, *inside, *(o.state for o in optimizers), *groups, *(group["params"] for group in groups)]
         self._held: list[tuple[Any, Any]] = [(one, one.copy()) for one in held]

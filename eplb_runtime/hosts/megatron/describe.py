@@ -1,7 +1,5 @@
 """Where a Megatron model has its experts, and what of its settings the balancer cannot follow."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -204,6 +202,7 @@ def _describe_layer(name: str, module: Any) -> MoELayer:
         parameters=tuple(own for of_slots in slots.values() for own in of_slots),
         compute=None,
         install=partial(install, module),
+        patched=(module.token_dispatcher,),
         slots=slots,
     )
 

@@ -4,8 +4,6 @@ Everything before is in logical ids: the router, its bias, its losses, its count
 Everything after believes that slot p is expert p. Its distributed checkpoints are put right in `saved_state.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -84,6 +84,7 @@ class StepByMegatron:
 
     def __init__(self, optimizer: Any, experts: Mapping[str, tuple[str, torch.nn.Parameter]]) -> None:
         self._optimizer = optimizer
+        self.patched: Sequence[Any] = (optimizer,)
         self._experts = {name: parameter for name, (_, parameter) in experts.items()}
         self._layer_of = {name: layer for name, (layer, _) in experts.items()}
         self._leaf_of: dict[int, Any] = {}

@@ -6,8 +6,6 @@ taken. Exports have the names of modules, with layers numbered over all pipeline
 converters to other formats take them; Megatron counts both from 0 on each rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

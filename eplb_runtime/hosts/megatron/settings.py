@@ -1,7 +1,5 @@
 """Settings of a Megatron job that the balancer cannot follow, by Megatron's own names, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any

@@ -5,8 +5,6 @@ through them, on unwritten memory, ahead of the first step and whenever training
 batch: it counts nowhere, and no token travels.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """Settings of a torchtitan job that the balancer cannot follow, by torchtitan's own names, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

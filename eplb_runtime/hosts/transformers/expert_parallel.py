@@ -143,7 +143,8 @@ def _describe_layer(name: str, experts: nn.Module, real_tokens: RealTokens) -> t
             f"{name}.{odd[0]}: quantised experts are not supported; load the model in bfloat16, float16 or float32"
         )
     mark_spread(experts, ShardingMark(of_rank, "", ranks))
-    layer = MoELayer(name, experts, of_rank * len(ranks), tuple(parameters), None, partial(found.install, real_tokens))
+    install, num_experts = partial(found.install, real_tokens), of_rank * len(ranks)
+    layer = MoELayer(name, experts, num_experts, tuple(parameters), install=install, patched=(found,))
     shards = of_rank // local(next(iter(parameters.values()))).shape[0]
     # The library divides an expert's gradient by the number of batches itself.
     return layer, Ranks(ep=ranks, gradient_divisor=1, divided_rows=shards)

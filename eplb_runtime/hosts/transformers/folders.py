@@ -6,8 +6,6 @@ Names are the library's business. It turns a whole state dict into the folder's 
 tensor becomes what. Folders are read by the names that it would write. Nothing is known of any model family.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

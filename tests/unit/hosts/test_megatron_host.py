@@ -1,7 +1,5 @@
 """What the Megatron host reads of Megatron's modules, optimizers and sharded state; one process, no groups."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from typing import Any

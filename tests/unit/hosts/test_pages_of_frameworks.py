@@ -1,7 +1,5 @@
 """The page of a framework says of each class of settings what the rules say, and no yes without a test that ran it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expert work of a model that is only watched: the calls of its experts are marked, and nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from copy import deepcopy
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Rows in order go through the library's own kernel without being sorted again, and give the very same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

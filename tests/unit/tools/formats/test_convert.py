@@ -1,7 +1,5 @@
 """Placements and loads survive the way to every engine's format and back; each file meets its reader's demands."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from fractions import Fraction
