@@ -173,9 +173,9 @@ class ReplicaSync:
         backward = torch._C._current_graph_task_id()
         with self._channels.adding():
             self._banks[layer].collect(gradients, hold, backward)
-        if hold:
-            self._held_gradients[layer] = self._plans[layer]
-        else:
+        # Experts move only without gradients: what was held back under an earlier plan has been discarded.
+        self._held_gradients[layer] = self._plans[layer]
+        if not hold:
             self._send(layer)
         if self._handed_over:
             return
@@ -222,7 +222,7 @@ class ReplicaSync:
 
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
-        plan = self._held_gradients.pop(layer, self._plans[layer])
+        plan = self._held_gradients.pop(layer)
         self._sent = layer, plan, self._post(plan.gradients[0]) if plan.gradients else []
 
     def _post(self, gradients: RowStage) -> Sequence[Waiting]:

@@ -65,6 +65,7 @@ REPLICAS = [
     "BF S F Z BF CS F Z BCS",
     "JCS jCS BgCS",
     "BSZM BCSZM BCS",
+    "BCS HZM BCS",
 ]
 SLICED = Layout(2, 2, slots=1, family="gpt_oss", sliced=True)
 PLACED = {
