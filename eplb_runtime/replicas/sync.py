@@ -245,16 +245,16 @@ class ReplicaSync:
                 for into, arrived in () if number else plan.additions:
                     into.add_(arrived)
             with self._channels.adding():
-                self._add_to_homes(plan.at_homes, self._banks[layer].trained())
+                self._add_to_homes(plan.at_homes, self._banks[layer])
 
-    def _add_to_homes(self, children: Sequence[Child], trained: Sequence[Tensor]) -> None:
+    def _add_to_homes(self, children: Sequence[Child], bank: ReplicaBank) -> None:
         """Sum in float32, the home's own first, then what came from each copy that hangs on it, in the order of their
         slots; round once. Slices of copies are sums over EDP already, as FSDP's of the homes are."""
         for home_row in sorted({child.home_row for child in children}):
-            for index, parameter in enumerate(trained):
+            for index, parameter in enumerate(bank.trained()):
                 if parameter.grad is None:
-                    if not parameter.requires_grad:
-                        continue  # frozen
+                    if not parameter.requires_grad or bank.was_cleared(index):
+                        continue  # frozen, or no pass has come since: None as where no replica is
                     parameter.grad = torch.zeros_like(parameter)
                 self._adds(parameter)
                 gradient = local(parameter.grad)
@@ -289,9 +289,8 @@ class Maps:
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Prepare slot table, splitter and replicas, all memory included, for a placement that differs in these layers.
         Return a function that makes them follow the placement."""
-        ready = [
-            one.prepare(placement, layers) for one in (self.table, self.splitter, self.replicas) if one is not None
-        ]
+        maps = (one for one in (self.table, self.splitter, self.replicas) if one is not None)
+        ready = [one.prepare(placement, layers) for one in maps]
 
         def take_over() -> None:
             for take_one_over in ready:

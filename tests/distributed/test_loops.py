@@ -66,6 +66,7 @@ REPLICAS = [
     "JCS jCS BgCS",
     "BSZM BCSZM BCS",
     "BCS HZM BCS",
+    "BS HZS BCS",
 ]
 SLICED = Layout(2, 2, slots=1, family="gpt_oss", sliced=True)
 PLACED = {

@@ -1,8 +1,6 @@
 """Transformers' own expert parallelism with ``ep_implementation="eplb"``: training whose homes all move after each step
 has the very bits of training whose experts stay, and what the library saves then is in logical order."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
