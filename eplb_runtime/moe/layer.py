@@ -4,6 +4,7 @@ framework; or count and slots alone, where the framework does the rest."""
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
-from .dispatch.recompute import RecomputeCache
+from .dispatch.recompute import MOVED, RecomputeCache
 from .experts.compute import LocalExperts
 from .routing.slots import BatchSplitter, Counted, RowCounts, SlotTable
 
@@ -208,6 +209,19 @@ class HostDispatchedLayer(CountedLayer):
             self._table.require_known(self.index, topk_ids)
             with phase("route", "F", self.index, self.begin(hidden, topk_ids, real_T)):
                 return self._table.slots(self.index, topk_ids)
+
+    @torch.compiler.disable
+    def checked(self, out: Tensor) -> Tensor:
+        """Return the results of a forward that `slots` began. Their backward pass raises RuntimeError ahead of the
+        experts' if the layer's placement has changed since, so that gradients would go to other experts."""
+        if out.requires_grad:
+            out.register_hook(partial(self._check, self.changes))
+        return out
+
+    @torch.compiler.disable
+    def _check(self, changes: int, gradient: Tensor) -> None:
+        if changes != self.changes:
+            raise RuntimeError(MOVED)
 
     @torch.compiler.disable
     def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:

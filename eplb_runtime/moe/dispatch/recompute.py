@@ -8,8 +8,6 @@ backward), or with another batch at once, the route is worked out again - the sa
 of all ranks' counts. The choices of this rank are compared as a check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -24,7 +22,7 @@ _DIFFERS = (
     "activation recompute chose other experts than the forward before it, so gradients would be wrong: make the "
     "forward deterministic (torch.use_deterministic_algorithms, and preserve_rng_state=True for dropout)"
 )
-_MOVED = (
+MOVED = (
     "experts changed places, or copies ended, between a forward and its backward pass (balancer.rebalance(), "
     "load_state_dict(), close() or an optimizer's step in between): gradients would go to other experts; do that after "
     "backward() and the optimizer's step, or run the forward again"
@@ -40,7 +38,7 @@ class InFlight:
     """A forward whose backward is still to come, with its step and how often the layer's placement had changed by then;
     of one that is alone also this rank's choices, int32 ``[T, K]``, and where they go."""
 
-    cache: RecomputeCache
+    cache: "RecomputeCache"
     step: int
     changes: int
     ids_TK: Tensor | None = None
@@ -52,7 +50,7 @@ class InFlight:
         other experts; BackwardInsideError if `MicroBatchChannels.both` allows no backward pass. Alike on every rank."""
         self.cache.channels.before_backward()
         if self.cache.changes() != self.changes:
-            raise RuntimeError(_MOVED)
+            raise RuntimeError(MOVED)
 
     def end(self) -> None:
         """Record that the backward pass is here: forget this forward, and drop its choices and metadata."""

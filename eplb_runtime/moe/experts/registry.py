@@ -2,15 +2,13 @@
 in staging: its shards, one after another, each aligned. Hosts register tensors; nothing is guessed from names.
 Optimizer state is found through the optimizer (`optimizer_state.py`) when it is needed: optimizers make it lazily."""
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -395,7 +393,7 @@ class Record:
     nbytes: int
 
     @classmethod
-    def of(cls, parts: Iterable[_Part]) -> Record:
+    def of(cls, parts: Iterable[_Part]) -> Self:
         """Return a record in which parts lie one after another, each at a multiple of `ALIGNMENT`."""
         shards, offset = [], 0
         for tensor, memory, copies in parts:
