@@ -24,13 +24,10 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
     """Selective activation checkpointing matches saved operators by call index. A repeated forward here makes fewer
     calls than the first one, so its modes are disabled inside, and all of the layer is repeated."""
     dispatch, checkpoint = torch.utils._python_dispatch, torch.utils.checkpoint
-    if not dispatch._len_torch_dispatch_stack():
-        return contextlib.nullcontext()
     kinds = checkpoint._CachedTorchDispatchMode, checkpoint._CachingTorchDispatchMode
-    if not any(isinstance(mode, kinds) for mode in dispatch._get_current_dispatch_mode_stack()):
-        return contextlib.nullcontext()
-    without: contextlib.AbstractContextManager[Any] = dispatch._disable_current_modes()
-    return without
+    if any(isinstance(mode, kinds) for mode in dispatch._get_current_dispatch_mode_stack()):
+        return dispatch._disable_current_modes()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,6 @@ class ReplicaBank:
         self._noted = [_version(parameter) for parameter in self.trained()]
         self._noted_after_pass = after_pass
 
-    def holds_gradients(self) -> bool:
-        """Return whether gradients are held here whose home's ``.grad`` is not cleared. RuntimeError: rewritten."""
-        return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
-
     def was_cleared(self, number: int) -> bool:
         """Return whether a trained home's ``.grad`` was cleared, and not rewritten, since the pass that held gradients
         back ended; False in later passes."""

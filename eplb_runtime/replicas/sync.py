@@ -186,10 +186,6 @@ class ReplicaSync:
         """Return whether the layer has replicas, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
         return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
 
-    def holds_gradients(self) -> bool:
-        """Return whether any bank holds gradients of replicas back. RuntimeError: as `ReplicaBank.holds_gradients`."""
-        return any(bank.holds_gradients() for bank in self._banks.values())
-
     @contextmanager
     def manual_accumulation(self) -> Iterator[None]:
         """Collect gradients of replicas inside also from ``torch.autograd.grad`` of a caller that adds to ``.grad``

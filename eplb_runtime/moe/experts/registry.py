@@ -4,13 +4,12 @@ Optimizer state is found through the optimizer (`optimizer_state.py`) when it is
 
 import hashlib
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -326,21 +325,6 @@ def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[st
             )
         found[name] = tensor.detach() if tensor.requires_grad else tensor
     return found
-
-
-def arrays_in(thing: Any) -> Iterator[Any]:
-    """Yield the tensors and arrays in a module or collection, also in collections inside; else nothing."""
-    if isinstance(thing, Tensor | np.ndarray):
-        yield thing
-    elif isinstance(thing, nn.Module):
-        yield from nn.Module.parameters(thing)  # a wrapper may call something else so
-        yield from nn.Module.buffers(thing)
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from arrays_in(value)
-    elif isinstance(thing, list | tuple | set | deque):
-        for value in thing:
-            yield from arrays_in(value)
 
 
 def _plain(name: str) -> str:
