@@ -67,6 +67,7 @@ REPLICAS = [
     "BSZM BCSZM BCS",
     "BCS HZM BCS",
     "BS HZS BCS",
+    "cBfACS BCS",
 ]
 SLICES = Layout(2, 2, family="gpt_oss", sliced=True)
 SLICED = replace(SLICES, slots=1)

@@ -53,9 +53,11 @@ class InFlight:
             raise RuntimeError(MOVED)
 
     def end(self) -> None:
-        """Record that the backward pass is here: forget this forward, and drop its choices and metadata."""
+        """Record that a backward pass is here: drop this forward's choices and metadata, and forget the forward. One
+        whose graph is kept (``retain_graph``) stays in flight: another pass may repeat it."""
         if not self.is_over:
-            self.is_over, self.ids_TK, self.metadata = True, None, None
+            self.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
+            self.ids_TK = self.metadata = None
             self.cache.forget(self)
 
 
@@ -105,22 +107,21 @@ class RecomputeCache:
         if ids_TK is None or ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
         differs = (ids_TK != topk_ids_TK).any()
-        if self._differed is None and differs.device.type != "cpu":
+        if differs.device.type == "cpu":
+            if differs:
+                raise RecomputeError(_DIFFERS)
+            return metadata
+        if self._differed is None:
             with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
                 pinned = torch.zeros((), dtype=torch.bool, pin_memory=differs.device.type == "cuda")
                 self._differed = torch.zeros_like(differs), pinned
-        if self._differed is None:
-            if differs:
-                raise RecomputeError(_DIFFERS)
-        else:
-            on_device, on_host = self._differed
-            on_host.copy_(on_device.logical_or_(differs), non_blocking=True)
+        on_device, on_host = self._differed
+        on_host.copy_(on_device.logical_or_(differs), non_blocking=True)
         return metadata
 
     def forget(self, forward: InFlight) -> None:
-        """Take a forward that is over out of those in flight, so that it neither counts nor is repeated."""
+        """Let a forward be no longer the only one; take one that is over out of those in flight."""
         with self._lock:
-            if forward.step == self._step:
-                self._count -= 1
+            self._count -= forward.is_over and forward.step == self._step
         if forward is self._only:
             self._only = None
