@@ -173,8 +173,10 @@ class ReplicaSync:
         backward = torch._C._current_graph_task_id()
         with self._channels.adding():
             self._banks[layer].collect(gradients, hold, backward)
-        # Experts move only without gradients: what was held back under an earlier plan has been discarded.
-        self._held_gradients[layer] = self._plans[layer]
+        # Experts move only without gradients: what was held back under an earlier plan has been discarded. Or close()
+        # has ended copies, and it goes home by that plan.
+        if self.has_copies(layer):
+            self._held_gradients[layer] = self._plans[layer]
         if not hold:
             self._send(layer)
         if self._handed_over:
@@ -183,8 +185,12 @@ class ReplicaSync:
         Variable._execution_engine.queue_callback(self._banks[layer].note if hold else self._finish)  # type: ignore[attr-defined]
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
-        """Return whether the layer has replicas, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
-        return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
+        """Return whether `expects_gradients`, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
+        return self.expects_gradients(layer) and (self._handed_over or are_accumulated(edges))
+
+    def expects_gradients(self, layer: int) -> bool:
+        """Return whether the layer has replicas, or holds gradients of some back that `Balancer.close` has ended."""
+        return self.has_copies(layer) or self._banks[layer].unsent
 
     @contextmanager
     def manual_accumulation(self) -> Iterator[None]:

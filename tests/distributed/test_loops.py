@@ -75,6 +75,8 @@ PLACED = {
     **{family: (Layout(2, family=family), ["BNAS BCS"]) for family in FAMILIES},
     "replicas": (Layout(2, slots=1), REPLICAS),
     "replicas that hang on replicas": (Layout(4, slots=2, ranks_per_node=2), REPLICAS[:2]),
+    "replicas that end": (Layout(2, slots=1), ["BS HXBS"]),
+    "replicas of slices that end": (SLICED, ["BX BCS"]),
     "replicas, EP 2 x EDP 2": (Layout(2, 2, slots=1), ["JCS jCS BgCS", "BCSZM BACSZM JCS"]),
     "EDP 2": (Layout(1, 2), ["JCS jCS BgCS", "BS uBCS"]),
     "slices": (SLICES, ["BCSZM qBCSZM BCS", "EBCS O BCSZM eBCS"]),
