@@ -21,8 +21,9 @@ from ..distributed.ranks import Job
 from ..load.clock import ExpertClock
 from ..load.counter import LoadCounter
 from ..moe.dispatch.channels import MicroBatchChannels
-from ..moe.experts.registry import MARK, ExpertTensors, RegistryError, arrays_in, matched, why_not_written
-from ..moe.experts.slices import WeightMemory, is_sliced
+from ..moe.experts.optimizer_state import arrays_in
+from ..moe.experts.registry import MARK, ExpertTensors, RegistryError, matched, why_not_written
+from ..moe.experts.slices import WeightMemory, is_sliced, unreduced
 from ..moe.layer import ExpertParallelLayer, HostDispatchedLayer
 from ..placement import Placement
 from ..replicas.sync import Maps
@@ -142,10 +143,9 @@ class ModelTensors:
 
     def have_gradients(self) -> bool:
         """Return whether experts may have gradients that no optimizer has used; with `host_steps` always True."""
-        registry, replicas = self._runtime.registry, self._runtime.maps.replicas
-        found = self.host_steps or any(parameter.grad is not None for parameter in registry.parameters())
-        # FSDP may keep the homes' where no hook sees them.
-        return found or (self.sliced and replicas is not None and replicas.holds_gradients())
+        experts = set(self._runtime.registry.parameters())
+        found = self.host_steps or any(parameter.grad is not None for parameter in experts)
+        return found or any(not experts.isdisjoint(unreduced(module)) for module in self._fsdp)
 
     def train(self, optimizer: Any, outside: Mapping[str, Tensor]) -> None:
         """Add an optimizer, whose state of experts moves along from now on. ``outside``: its parameters that no model

@@ -4,6 +4,7 @@ framework; or count and slots alone, where the framework does the rest."""
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..load.counter import LoadCounter, in_recompute
 from ..utils.spans import phase
 from .dispatch.base import Dispatcher
-from .dispatch.recompute import RecomputeCache
+from .dispatch.recompute import MOVED, RecomputeCache
 from .experts.compute import LocalExperts
 from .routing.slots import BatchSplitter, Counted, RowCounts, SlotTable
 
@@ -23,13 +24,10 @@ def _unseen_by_selective_checkpointing() -> contextlib.AbstractContextManager[An
     """Selective activation checkpointing matches saved operators by call index. A repeated forward here makes fewer
     calls than the first one, so its modes are disabled inside, and all of the layer is repeated."""
     dispatch, checkpoint = torch.utils._python_dispatch, torch.utils.checkpoint
-    if not dispatch._len_torch_dispatch_stack():
-        return contextlib.nullcontext()
     kinds = checkpoint._CachedTorchDispatchMode, checkpoint._CachingTorchDispatchMode
-    if not any(isinstance(mode, kinds) for mode in dispatch._get_current_dispatch_mode_stack()):
-        return contextlib.nullcontext()
-    without: contextlib.AbstractContextManager[Any] = dispatch._disable_current_modes()
-    return without
+    if any(isinstance(mode, kinds) for mode in dispatch._get_current_dispatch_mode_stack()):
+        return dispatch._disable_current_modes()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -208,6 +206,19 @@ class HostDispatchedLayer(CountedLayer):
             self._table.require_known(self.index, topk_ids)
             with phase("route", "F", self.index, self.begin(hidden, topk_ids, real_T)):
                 return self._table.slots(self.index, topk_ids)
+
+    @torch.compiler.disable
+    def checked(self, out: Tensor) -> Tensor:
+        """Return the results of a forward that `slots` began. Their backward pass raises RuntimeError ahead of the
+        experts' if the layer's placement has changed since, so that gradients would go to other experts."""
+        if out.requires_grad:
+            out.register_hook(partial(self._check, self.changes))
+        return out
+
+    @torch.compiler.disable
+    def _check(self, changes: int, gradient: Tensor) -> None:
+        if changes != self.changes:
+            raise RuntimeError(MOVED)
 
     @torch.compiler.disable
     def begin(self, hidden: Tensor, chosen: Tensor, real_T: Tensor | None) -> int:

@@ -119,9 +119,10 @@ class ReplicaBank:
         self._noted = [_version(parameter) for parameter in self.trained()]
         self._noted_after_pass = after_pass
 
-    def holds_gradients(self) -> bool:
-        """Return whether gradients are held here whose home's ``.grad`` is not cleared. RuntimeError: rewritten."""
-        return self.unsent and any(not self._discarded(number) for number in range(len(self._trained)))
+    def was_cleared(self, number: int) -> bool:
+        """Return whether a trained home's ``.grad`` was cleared, and not rewritten, since the pass that held gradients
+        back ended; False in later passes."""
+        return self._noted_after_pass and self._discarded(number)
 
     def free(self) -> int:
         """Free the memory of replicas and of their gradients, held ones too; return the freed bytes. Homes that lie in
@@ -160,13 +161,11 @@ class ReplicaBank:
         # Somebody has written it, which is seldom: so the look at its values, which waits for a device, may cost.
         if parameter.grad is None or not local(parameter.grad).any():
             return True
+        mend = "call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
+        if self.is_sliced:
+            mend = "with fully_shard balancer.reduce_gradients() adds them, so call that first"
         raise RuntimeError(
-            "gradients of experts were changed (clipped or scaled by hand) before those of replicas were added: "
-            + (
-                "with fully_shard balancer.reduce_gradients() adds them, so call that first"
-                if self.is_sliced
-                else "call balancer.reduce_gradients() first, or run the last backward pass outside no_sync"
-            )
+            f"gradients of experts were changed (clipped or scaled by hand) before those of replicas were added: {mend}"
         )
 
 

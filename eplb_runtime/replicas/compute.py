@@ -69,7 +69,7 @@ class ShardedReplicas(PersistentReplicas):
         parameters = self._parameters()
         divided = with_divided_gradients(parameters, self._divisor)
         out_MD = run_rows(self._compute, rows_MD[home], at_homes, divided, home_M)
-        if self._sync.has_copies(self._layer):
+        if self._sync.expects_gradients(self._layer):
             given = rows_MD[copied], at_replicas, copied_M, *parameters
             out_MD = torch.cat([out_MD, checkpoint(self._at_replicas, *given, use_reentrant=False)])
         return out_MD

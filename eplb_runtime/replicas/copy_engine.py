@@ -12,8 +12,6 @@ all ranks: nothing waits in a circle, not even where all of a GPU's streams shar
 time, torch's kernel names the missing signal and ends this process's work on the GPU with an error.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +90,7 @@ class _Exchange:
     """A stage under way: parents of this rank's replicas, children with what is copied into and from, and its first
     channel. ``arrived`` makes the current stream wait for this rank's own copying."""
 
-    queue: _Queue
+    queue: "_Queue"
     parents: Sequence[int]
     children: Mapping[int, Sequence[tuple[Tensor, Tensor]]]
     channel: int

@@ -173,9 +173,11 @@ class ReplicaSync:
         backward = torch._C._current_graph_task_id()
         with self._channels.adding():
             self._banks[layer].collect(gradients, hold, backward)
-        if hold:
+        # Experts move only without gradients: what was held back under an earlier plan has been discarded. Or close()
+        # has ended copies, and it goes home by that plan.
+        if self.has_copies(layer):
             self._held_gradients[layer] = self._plans[layer]
-        else:
+        if not hold:
             self._send(layer)
         if self._handed_over:
             return
@@ -183,12 +185,12 @@ class ReplicaSync:
         Variable._execution_engine.queue_callback(self._banks[layer].note if hold else self._finish)  # type: ignore[attr-defined]
 
     def takes(self, layer: int, edges: Sequence[tuple[Any, int]]) -> bool:
-        """Return whether the layer has replicas, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
-        return self.has_copies(layer) and (self._handed_over or are_accumulated(edges))
+        """Return whether `expects_gradients`, and the pass adds to ``.grad`` or is in `manual_accumulation`."""
+        return self.expects_gradients(layer) and (self._handed_over or are_accumulated(edges))
 
-    def holds_gradients(self) -> bool:
-        """Return whether any bank holds gradients of replicas back. RuntimeError: as `ReplicaBank.holds_gradients`."""
-        return any(bank.holds_gradients() for bank in self._banks.values())
+    def expects_gradients(self, layer: int) -> bool:
+        """Return whether the layer has replicas, or holds gradients of some back that `Balancer.close` has ended."""
+        return self.has_copies(layer) or self._banks[layer].unsent
 
     @contextmanager
     def manual_accumulation(self) -> Iterator[None]:
@@ -222,7 +224,7 @@ class ReplicaSync:
 
     def _send(self, layer: int) -> None:
         # Since what is held back was collected, copies may be gone: close() between a backward pass and the step.
-        plan = self._held_gradients.pop(layer, self._plans[layer])
+        plan = self._held_gradients.pop(layer)
         self._sent = layer, plan, self._post(plan.gradients[0]) if plan.gradients else []
 
     def _post(self, gradients: RowStage) -> Sequence[Waiting]:
@@ -245,16 +247,16 @@ class ReplicaSync:
                 for into, arrived in () if number else plan.additions:
                     into.add_(arrived)
             with self._channels.adding():
-                self._add_to_homes(plan.at_homes, self._banks[layer].trained())
+                self._add_to_homes(plan.at_homes, self._banks[layer])
 
-    def _add_to_homes(self, children: Sequence[Child], trained: Sequence[Tensor]) -> None:
+    def _add_to_homes(self, children: Sequence[Child], bank: ReplicaBank) -> None:
         """Sum in float32, the home's own first, then what came from each copy that hangs on it, in the order of their
         slots; round once. Slices of copies are sums over EDP already, as FSDP's of the homes are."""
         for home_row in sorted({child.home_row for child in children}):
-            for index, parameter in enumerate(trained):
+            for index, parameter in enumerate(bank.trained()):
                 if parameter.grad is None:
-                    if not parameter.requires_grad:
-                        continue  # frozen
+                    if not parameter.requires_grad or bank.was_cleared(index):
+                        continue  # frozen, or no pass has come since: None as where no replica is
                     parameter.grad = torch.zeros_like(parameter)
                 self._adds(parameter)
                 gradient = local(parameter.grad)
@@ -289,9 +291,8 @@ class Maps:
     def prepare(self, placement: Placement, layers: Sequence[int]) -> Callable[[], None]:
         """Prepare slot table, splitter and replicas, all memory included, for a placement that differs in these layers.
         Return a function that makes them follow the placement."""
-        ready = [
-            one.prepare(placement, layers) for one in (self.table, self.splitter, self.replicas) if one is not None
-        ]
+        maps = (one for one in (self.table, self.splitter, self.replicas) if one is not None)
+        ready = [one.prepare(placement, layers) for one in maps]
 
         def take_over() -> None:
             for take_one_over in ready:

@@ -65,15 +65,21 @@ REPLICAS = [
     "BF S F Z BF CS F Z BCS",
     "JCS jCS BgCS",
     "BSZM BCSZM BCS",
+    "BCS HZM BCS",
+    "BS HZS BCS",
+    "cBfACS BCS",
 ]
-SLICED = Layout(2, 2, slots=1, family="gpt_oss", sliced=True)
+SLICES = Layout(2, 2, family="gpt_oss", sliced=True)
+SLICED = replace(SLICES, slots=1)
 PLACED = {
     **{family: (Layout(2, family=family), ["BNAS BCS"]) for family in FAMILIES},
     "replicas": (Layout(2, slots=1), REPLICAS),
     "replicas that hang on replicas": (Layout(4, slots=2, ranks_per_node=2), REPLICAS[:2]),
+    "replicas that end": (Layout(2, slots=1), ["BS HXBS"]),
+    "replicas of slices that end": (SLICED, ["BX BCS"]),
     "replicas, EP 2 x EDP 2": (Layout(2, 2, slots=1), ["JCS jCS BgCS", "BCSZM BACSZM JCS"]),
     "EDP 2": (Layout(1, 2), ["JCS jCS BgCS", "BS uBCS"]),
-    "slices": (Layout(2, 2, family="gpt_oss", sliced=True), ["BCSZM qBCSZM BCS", "EBCS O BCSZM eBCS"]),
+    "slices": (SLICES, ["BCSZM qBCSZM BCS", "EBCS O BCSZM eBCS"]),
     "replicas of slices": (SLICED, ["HZ BCSZM Hz BCSZM", "EqBCSZM eqBCS", "cHBCS O HBCSZM BCS"]),
     "replicas of slices, some frozen": (
         replace(SLICED, frozen=("model.layers.0.self_attn", "layers.0.mlp.router", "embed", "down_proj")),
@@ -124,7 +130,8 @@ REFUSED_WITH_REPLICAS = {
     "wWb": "experts changed places, or copies ended, between a forward and its backward pass",
     "wXb": "experts changed places, or copies ended, between a forward and its backward pass",
 }
-REFUSALS = [(EDP, REFUSED), (Layout(2, slots=1), REFUSED_WITH_REPLICAS)]
+REFUSED_WITH_SLICES = {"qM": "between a backward pass and the optimizer's step"}
+REFUSALS = [(EDP, REFUSED), (Layout(2, slots=1), REFUSED_WITH_REPLICAS), (SLICES, REFUSED_WITH_SLICES)]
 
 
 def refused(rank: int, layout: Layout, scripts: Iterable[str]) -> list[str]:
@@ -137,7 +144,7 @@ def refused(rank: int, layout: Layout, scripts: Iterable[str]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("layout", "scripts"), REFUSALS, ids=["homes", "replicas"])
+@pytest.mark.parametrize(("layout", "scripts"), REFUSALS, ids=["homes", "replicas", "slices"])
 def test_gradients_that_nobody_can_tell_are_refused_in_one_line_on_all_ranks(layout: Layout, scripts: dict) -> None:
     first, *others = run_ranks(layout.ranks, refused, layout, list(scripts))
     assert all(other == first for other in others)

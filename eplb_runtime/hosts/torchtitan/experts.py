@@ -63,7 +63,7 @@ class BalancedRoutedExperts(RoutedExperts):
             slots_BLK = columns.slots(x_BLD, topk_expert_ids_BLK)
             counts_P = num_local_tokens_per_expert_E.index_select(0, columns.logical_of_slots)
             out: Tensor = call_ends(call, x_BLD, super().forward(x_BLD, topk_scores_BLK, slots_BLK, counts_P))
-            return out
+            return columns.checked(out)
         batch, length, width = x_BLD.shape
         out_TD = self._layer(
             x_BLD.reshape(batch * length, width),

@@ -55,7 +55,7 @@ class BalancedEP(AllToAllEP):  # type: ignore[misc]
         one_M1 = hidden_TD.new_ones(tokens * top_k, 1)
         with StableSort():
             rows_MD = super().__call__(rows_MD, slots_TK.reshape(-1, 1), one_M1)
-        rows_MD = call_ends(call, hidden_TD, rows_MD)
+        rows_MD = self.layer.checked(call_ends(call, hidden_TD, rows_MD))
         return (rows_MD.view(tokens, top_k, -1) * topk_weights_TK.unsqueeze(-1)).sum(dim=1)
 
     def _counted(self, topk_ids_TK: Tensor) -> Tensor | None:

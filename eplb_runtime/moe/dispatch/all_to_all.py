@@ -8,11 +8,9 @@ A row for each choice, or one for each rank that a token visits, goes to the exp
 choice comes back. Rows that stay on this rank skip the exchange: on either side they come first, the others by rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -47,14 +45,14 @@ class AllToAllSplits:
         return self.num_local_rows + sum(self.received)
 
     @classmethod
-    def of(cls, index_U: Tensor, sent_R: NDArray[np.int64], received_R: NDArray[np.int64], rank: int) -> AllToAllSplits:
+    def of(cls, index_U: Tensor, sent_R: NDArray[np.int64], received_R: NDArray[np.int64], rank: int) -> Self:
         """Return the exchange of rows ``index_U``. ``sent_R``, ``received_R``: all rows; those at ``rank`` stay."""
         sent, received = sent_R.tolist(), received_R.tolist()
         num_local_rows = sent[rank]
         sent[rank] = received[rank] = 0
         return cls(index_U, num_local_rows, sent, received)
 
-    def reversed(self, index_U: Tensor | None) -> AllToAllSplits:
+    def reversed(self, index_U: Tensor | None) -> "AllToAllSplits":
         """Return the exchange in the other direction. ``index_U``: source row of each; None: every row, in order."""
         return AllToAllSplits(index_U, self.num_local_rows, self.received, self.sent)
 

@@ -7,11 +7,9 @@ Shape suffixes of this room: T tokens of this rank, K top-k, M rows that arrive 
 R ranks, S slots a rank, P = R * S slots.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -49,7 +47,7 @@ class DispatchContext:
     expert_clock: ExpertClock = field(default_factory=ExpertClock)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, slots_per_rank: int) -> DispatchContext:
+    def of(cls, group: dist.ProcessGroup, slots_per_rank: int) -> Self:
         """Return a context that uses ``group`` for tokens and counts, with its own tag and clock, and plain torch."""
         tag = ForwardTag(range(group.size()), group.rank())
         return cls(MicroBatchChannels(MicroBatchChannel(group, group)), slots_per_rank, tag)
@@ -101,7 +99,7 @@ class Dispatcher(ABC):
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
         self._memory = RowMemory()
 
-    def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> Dispatcher:
+    def carrier(self, hidden_TD: Tensor, weights_TK: Tensor) -> "Dispatcher":
         """Return the dispatcher that carries this batch, alike on all ranks: here this one. Call it ahead of `plan`. A
         subclass may return another dispatcher, after a collective, or raise ConfigError if none can carry the batch."""
         return self

@@ -9,10 +9,8 @@ The buffers of a process: `distributed/transports/deepep.py`. Shape suffixes in 
 rank (tokens, or choices in logical order), W slots that a row may go to (K, or 1), U rows that arrive here, C columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,7 +82,7 @@ class RecvLayout(DispatchMetadata):
     place_UW: Tensor
 
     @classmethod
-    def of(cls, handle: Any, slots_UW: Tensor, weights_UW: Tensor | None, sent: SendLayout) -> RecvLayout:
+    def of(cls, handle: Any, slots_UW: Tensor, weights_UW: Tensor | None, sent: SendLayout) -> Self:
         """Return the layout of the choices that arrived: by slot, then by source rank and position there. ``slots_UW``:
         local slots; -1 where a choice is on another rank, and in rows that did not come."""
         slots_N = slots_UW.reshape(-1)

@@ -145,12 +145,9 @@ def arriving(
     if source_row_M1 is not None:
         row_M = torch.repeat_interleave(begin[0], length, output_size=rows)
         row_M += source_row_M1.view(-1).index_select(0, arrived_M)
-    return Arriving(
-        arrived_M,
-        place_M + torch.repeat_interleave(shift_back, length_back, output_size=rows),
-        row_M,
-        SlotCounts.of(counts_RS.sum(axis=0).tolist(), device).offsets_S,
-    )
+    slot_place_M = place_M + torch.repeat_interleave(shift_back, length_back, output_size=rows)
+    ends_S = SlotCounts.of(counts_RS.sum(axis=0).tolist(), device).offsets_S
+    return Arriving(arrived_M, slot_place_M, row_M, ends_S)
 
 
 @cache

@@ -8,8 +8,6 @@ backward), or with another batch at once, the route is worked out again - the sa
 of all ranks' counts. The choices of this rank are compared as a check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -24,7 +22,7 @@ _DIFFERS = (
     "activation recompute chose other experts than the forward before it, so gradients would be wrong: make the "
     "forward deterministic (torch.use_deterministic_algorithms, and preserve_rng_state=True for dropout)"
 )
-_MOVED = (
+MOVED = (
     "experts changed places, or copies ended, between a forward and its backward pass (balancer.rebalance(), "
     "load_state_dict(), close() or an optimizer's step in between): gradients would go to other experts; do that after "
     "backward() and the optimizer's step, or run the forward again"
@@ -40,7 +38,7 @@ class InFlight:
     """A forward whose backward is still to come, with its step and how often the layer's placement had changed by then;
     of one that is alone also this rank's choices, int32 ``[T, K]``, and where they go."""
 
-    cache: RecomputeCache
+    cache: "RecomputeCache"
     step: int
     changes: int
     ids_TK: Tensor | None = None
@@ -52,12 +50,14 @@ class InFlight:
         other experts; BackwardInsideError if `MicroBatchChannels.both` allows no backward pass. Alike on every rank."""
         self.cache.channels.before_backward()
         if self.cache.changes() != self.changes:
-            raise RuntimeError(_MOVED)
+            raise RuntimeError(MOVED)
 
     def end(self) -> None:
-        """Record that the backward pass is here: forget this forward, and drop its choices and metadata."""
+        """Record that a backward pass is here: drop this forward's choices and metadata, and forget the forward. One
+        whose graph is kept (``retain_graph``) stays in flight: another pass may repeat it."""
         if not self.is_over:
-            self.is_over, self.ids_TK, self.metadata = True, None, None
+            self.is_over = not torch._C._autograd._get_current_graph_task_keep_graph()
+            self.ids_TK = self.metadata = None
             self.cache.forget(self)
 
 
@@ -107,22 +107,21 @@ class RecomputeCache:
         if ids_TK is None or ids_TK.shape != topk_ids_TK.shape:
             raise RecomputeError(_DIFFERS)
         differs = (ids_TK != topk_ids_TK).any()
-        if self._differed is None and differs.device.type != "cpu":
+        if differs.device.type == "cpu":
+            if differs:
+                raise RecomputeError(_DIFFERS)
+            return metadata
+        if self._differed is None:
             with torch.inference_mode(False):  # kept: made inside it, nobody outside could write to it
                 pinned = torch.zeros((), dtype=torch.bool, pin_memory=differs.device.type == "cuda")
                 self._differed = torch.zeros_like(differs), pinned
-        if self._differed is None:
-            if differs:
-                raise RecomputeError(_DIFFERS)
-        else:
-            on_device, on_host = self._differed
-            on_host.copy_(on_device.logical_or_(differs), non_blocking=True)
+        on_device, on_host = self._differed
+        on_host.copy_(on_device.logical_or_(differs), non_blocking=True)
         return metadata
 
     def forget(self, forward: InFlight) -> None:
-        """Take a forward that is over out of those in flight, so that it neither counts nor is repeated."""
+        """Let a forward be no longer the only one; take one that is over out of those in flight."""
         with self._lock:
-            if forward.step == self._step:
-                self._count -= 1
+            self._count -= forward.is_over and forward.step == self._step
         if forward is self._only:
             self._only = None

@@ -3,13 +3,11 @@
 rows to begin at a multiple of some number (16 for float8, 32 or 128 for MXFP8).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ class SlotCounts:
     on_host: Sequence[int] | None
 
     @classmethod
-    def of(cls, counts: Sequence[int], device: torch.device) -> SlotCounts:
+    def of(cls, counts: Sequence[int], device: torch.device) -> Self:
         """Return `SlotCounts` of numbers on the host. Offsets are copied to the device without waiting."""
         ends = torch.from_numpy(np.cumsum(counts, dtype=np.int32))
         return cls(ends.to(device, non_blocking=True), counts)

@@ -9,12 +9,13 @@ others in its tensor (a norm, a factored second moment, a line search), training
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...utils.text import one_line
@@ -68,8 +69,7 @@ def state_of_each(
                 f"an optimizer keeps {sorted(map(str, kept[0]))} for one expert of a layer and "
                 f"{sorted(map(str, state))} for another: step all experts together"
             )
-        odd = [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]
-        if odd:
+        if odd := [key for key, value in state.items() if value is not None and not isinstance(value, Tensor)]:
             raise OptimizerStateError(
                 f"an optimizer keeps {odd[0]!r} of each expert as a {type(state[odd[0]]).__name__}: only tensors move"
             )
@@ -100,7 +100,8 @@ def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collectio
     """Return whether a value of optimizer state has a row for each expert of ``parameter``; False for one number or no
     tensor. Raises OptimizerStateError for other shapes, and containers of tensors not in ``registered`` (addresses)."""
     if not isinstance(value, Tensor):
-        if _holds_tensors(value, registered):
+        inside = (one for one in arrays_in(value) if isinstance(one, Tensor) and one.numel() > 1)
+        if any(one.data_ptr() not in registered for one in inside):
             raise OptimizerStateError(
                 f"optimizer state {key!r} is a {type(value).__name__} that holds tensors, which would stay behind when "
                 "experts move: keep each of them under a key of its own"
@@ -116,13 +117,19 @@ def is_per_expert(key: str, value: Any, parameter: Tensor, registered: Collectio
     )
 
 
-def _holds_tensors(value: Any, registered: Collection[int]) -> bool:
-    """Return whether a container has a tensor of several elements somewhere inside that does not move by itself."""
-    if isinstance(value, Tensor):
-        return value.numel() > 1 and value.data_ptr() not in registered
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(inner, registered) for inner in value.values())
-    return isinstance(value, (list, tuple, deque)) and any(_holds_tensors(inner, registered) for inner in value)
+def arrays_in(thing: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays in a module or collection, also in collections inside; else nothing."""
+    if isinstance(thing, Tensor | np.ndarray):
+        yield thing
+    elif isinstance(thing, nn.Module):
+        yield from nn.Module.parameters(thing)  # a wrapper may call something else so
+        yield from nn.Module.buffers(thing)
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from arrays_in(value)
+    elif isinstance(thing, list | tuple | set | deque):
+        for value in thing:
+            yield from arrays_in(value)
 
 
 def replace_parameter(

@@ -2,17 +2,14 @@
 in staging: its shards, one after another, each aligned. Hosts register tensors; nothing is guessed from names.
 Optimizer state is found through the optimizer (`optimizer_state.py`) when it is needed: optimizers make it lazily."""
 
-from __future__ import annotations
-
 import hashlib
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -330,21 +327,6 @@ def matched(tensors: Any, parameters: Mapping[str, Tensor], experts: Sequence[st
     return found
 
 
-def arrays_in(thing: Any) -> Iterator[Any]:
-    """Yield the tensors and arrays in a module or collection, also in collections inside; else nothing."""
-    if isinstance(thing, Tensor | np.ndarray):
-        yield thing
-    elif isinstance(thing, nn.Module):
-        yield from nn.Module.parameters(thing)  # a wrapper may call something else so
-        yield from nn.Module.buffers(thing)
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from arrays_in(value)
-    elif isinstance(thing, list | tuple | set | deque):
-        for value in thing:
-            yield from arrays_in(value)
-
-
 def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "") if name.startswith(wrapper) else name.replace(f".{wrapper}", ".")
@@ -395,7 +377,7 @@ class Record:
     nbytes: int
 
     @classmethod
-    def of(cls, parts: Iterable[_Part]) -> Record:
+    def of(cls, parts: Iterable[_Part]) -> Self:
         """Return a record in which parts lie one after another, each at a multiple of `ALIGNMENT`."""
         shards, offset = [], 0
         for tensor, memory, copies in parts:

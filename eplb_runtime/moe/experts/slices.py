@@ -6,7 +6,7 @@ reinforcement learning free that of weights between phases, and load it again. E
 few rows at a time: a layer's experts may fill a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,23 @@ def keep_slices(model: nn.Module) -> None:
 
 def has_divide_factor(module: nn.Module) -> bool:
     """Return whether this is an FSDP2 module for which a divisor of gradients was set."""
-    if not isinstance(module, FSDPModule):
-        return False
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]  # FSDP2 has a setter alone
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return any(group is not None and group.gradient_divide_factor is not None for group in groups)
+    return any(group.gradient_divide_factor is not None for group in _fsdp_groups(module))
+
+
+def unreduced(module: nn.Module) -> Iterator[Tensor]:
+    """Yield an FSDP2 module's own parameters whose gradients it keeps whole to reduce them later, where no ``.grad``
+    shows them (``set_requires_gradient_sync(False)``)."""
+    for one in (parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params):
+        whole = getattr(one, "_unsharded_param", one.sharded_param)  # before the first forward there is none
+        if one.unsharded_accumulated_grad is not None or whole.grad is not None:
+            yield one.sharded_param
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    # FSDP2 has setters alone.
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def version(tensor: Tensor) -> tuple[int, int, int]:

@@ -16,8 +16,6 @@ Shape suffixes of this room: T tokens, K top-k, L layers, E logical experts, C c
 replicated experts (padded).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -64,7 +62,7 @@ class SplitTables:
     num_ranks: int
     slots_per_rank: int
 
-    def of_layer(self, layer: int) -> SplitTables:
+    def of_layer(self, layer: int) -> "SplitTables":
         """Return the tables of one layer (L = 1), which share memory with these."""
         arrays = (name for name, value in vars(self).items() if isinstance(value, np.ndarray))
         return replace(self, **{name: getattr(self, name)[layer : layer + 1] for name in arrays})
@@ -79,7 +77,7 @@ class SplitTables:
         return _sum_by_rank(quota_LEC, self.copy_slot_LEC, self.slots_per_rank, self.num_ranks)
 
     @classmethod
-    def of(cls, placement: Placement) -> SplitTables:
+    def of(cls, placement: Placement) -> "SplitTables":
         """Return the tables of a placement, all of whose experts must have homes."""
         slot = np.asarray(placement.logical_to_physical)
         rank = placement.rank_of(slot).astype(np.int32)

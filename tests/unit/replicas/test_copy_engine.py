@@ -330,7 +330,7 @@ def test_dropout_and_what_a_compute_closes_over_get_the_gradients_of_the_forward
     collected: list[Any] = []
     sync = SimpleNamespace(
         check_homes=lambda layer: None,
-        has_copies=lambda layer: True,
+        expects_gradients=lambda layer: True,
         wait=lambda layer: None,
         takes=lambda layer, edges: True,
         collect=lambda layer, gradients, edges: collected.append(gradients),

@@ -1,7 +1,5 @@
 """The trees along which weights go to copies and gradients come home: who hangs on whom, and who exchanges what."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepEP without a GPU: the double is called as the real buffer would be, rows keep their bits, refusals say why."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Orders of rows and sums over choices, each against what it stands for, written as loops."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Experts whose state is divided over ranks: what of a record goes from which rank to which."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What belongs to an expert: parameters, optimizer state found through the optimizer, and their record on the wire."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

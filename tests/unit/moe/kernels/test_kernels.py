@@ -1,7 +1,5 @@
 """Kernels compiled for GPUs that are not here, and what stands in for them where there is no Triton."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

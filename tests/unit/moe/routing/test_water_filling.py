@@ -1,7 +1,5 @@
 """The splitter: exact sums, near the linear program's optimum."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
