@@ -5,8 +5,6 @@ give the host's later groups other names than the other ranks do. torch's functi
 here; the names that torch counts do not. A timeout on gloo closes the connections of the group it happened on alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -38,14 +36,14 @@ _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-_in_use: list[ProcessGroups] = []
+_in_use: list["ProcessGroups"] = []
 
 
 def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
     """Return a group of those of a job's sets with this rank, made where it is first asked for: the one under the name
     ``like`` if that has the same ranks; None if it is to have ``several`` and this rank is alone."""
 
-    def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
+    def made(groups: "ProcessGroups") -> dist.ProcessGroup | None:
         all_sets = getattr(groups.job, sets)
         if several and (groups.job.rank,) in all_sets:
             return None

@@ -4,8 +4,6 @@ Nothing here assumes that the world is one copy of one model: a job may be a par
 different pipeline stages, and several EP groups may hold the same experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -52,7 +50,7 @@ class Ranks:
     divided_state: bool = False
 
     @classmethod
-    def of_group(cls, ep_group: dist.ProcessGroup | None) -> Ranks:
+    def of_group(cls, ep_group: dist.ProcessGroup | None) -> "Ranks":
         """Return the ranks of one whole model on every EP group of the world; None: the world is one EP group."""
         return cls(None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group)))
 

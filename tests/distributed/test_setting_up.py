@@ -1,8 +1,6 @@
 """A rank that fails or dies while it attaches ends that on all, with one line; what attaching made is given back by
 ``close``, though a part of it fails, and for a model that was let go of by the next attach."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

@@ -1,8 +1,6 @@
 """Every transport keeps the contract that the engine relies on (`transport_contract` has the cases), those of GPUs by
 doubles of their libraries, which are themselves in `tests/gpu`; ``"auto"`` is one choice for all ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
