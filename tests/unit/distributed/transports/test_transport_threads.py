@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.nvshmem_double import Double
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from eplb_runtime.distributed.transports import base, nixl, nvshmem, symmetric, windows
 from eplb_runtime.distributed.transports.base import Message, Pending, TransportError
@@ -134,18 +135,21 @@ def test_a_peer_that_is_always_there_keeps_nobody_beyond_a_deadline() -> None:
 
 
 def test_a_piece_is_sent_when_the_device_has_packed_it_and_its_note_when_the_piece_is_there() -> None:
+    """Until it has left it is held, though nobody else holds it."""
     transport, agent = with_agent()
     transport._stream = stream = QueuedStream()
     transport._next_ask = time.monotonic() + 60
-    pending = transport.post([Message(1, torch.ones(8, dtype=torch.uint8))], [])
-    assert not pending.poll() and not agent.writes
+    data = torch.ones(8, dtype=torch.uint8)
+    held, pending = StorageWeakRef(data.untyped_storage()), transport.post([Message(1, data)], [])
+    del data
+    assert not pending.poll() and not agent.writes and not held.expired()
     stream.done = True
     assert not pending.poll()
     ((_, ((source, *_),), theirs, *rest),) = agent.writes
     assert (source, rest) == (transport._outbox_RHB[1, 1].data_ptr(), [PEER, nixl._NOTE.pack(ARRIVED, 1)])
     assert theirs == [(transport._inbox_RHB[0, 1].data_ptr() + OFFSET, 8, 0)] and not pending.poll()
     agent.state = "DONE"
-    assert pending.poll() and not agent.sent
+    assert pending.poll() and not agent.sent and held.expired()
 
 
 def test_a_piece_counts_when_those_before_it_are_here() -> None:
