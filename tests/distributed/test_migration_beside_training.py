@@ -33,11 +33,9 @@ def late_in(job: Run, layer: int) -> Iterator[None]:
                     self._refuse(flight, overlapped.Verdict(False, "a test says so", kind=overlapped.LATE))
         open_gate(self)
 
-    Overlapped._open_gate = impatient
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Overlapped, "_open_gate", impatient)
         yield
-    finally:
-        Overlapped._open_gate = open_gate
 
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
