@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.text import one_line
-from .consensus import arrive, close_connections, gather_rows, missing_at
+from .consensus import arrive, close_connections, gather_rows, missing_at, timeout_of
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -127,8 +127,7 @@ class ProcessGroups:
                 group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self.timeout_seconds))
 
     def make_again(self, attempt: int, seconds: float) -> Pair:
-        """Make and return another control and migration group, in use from `take_over` on. Collective. ``seconds``: for
-        making each, and for each call over gloo."""
+        """Make and return another control and migration group; ``seconds`` for each, and each gloo call. Collective."""
         control = self._new([self.job.ranks], f"control {attempt}", "gloo", seconds)
         return control, self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds)
 
@@ -229,8 +228,7 @@ class ProcessGroups:
         return group
 
     def release(self, *groups: dist.ProcessGroup) -> None:
-        """End these groups: abort NCCL's communicators, and delete torch's entries and the attributes that hold the
-        groups. An error is only logged."""
+        """End groups: abort NCCL's communicators, delete torch's entries and our attributes. Errors are only logged."""
         for name in [name for name, held in vars(self).items() if any(held is group for group in groups)]:
             delattr(self, name)
         for group in groups:
@@ -340,8 +338,8 @@ def host_timeout(backend: str) -> timedelta:
     """Return the host's timeout (``init_process_group(timeout=...)``) for this backend, or torch's if there is none."""
     timeout: timedelta = dist.distributed_c10d.default_pg_timeout
     with contextlib.suppress(RuntimeError, AttributeError):  # the host has none, or one without options
-        group: Any = dist.distributed_c10d._get_default_group()
-        timeout = group._get_backend(torch.device("cpu" if backend == "gloo" else "cuda")).options._timeout
+        group = dist.distributed_c10d._get_default_group()
+        timeout = timeout_of(group, torch.device("cpu" if backend == "gloo" else "cuda"))
     return timeout
 
 

@@ -120,10 +120,6 @@ class Job:
         """Number of ranks over which the homes of an EP rank are divided, D; 1: they are whole."""
         return self.divided_rows or 1
 
-    @property
-    def job_sets(self) -> Sets:
-        return [self.ranks]
-
     def ep_sets_of(self, stages: tuple[int, ...]) -> Sets:
         """Return the EP groups whose ranks hold exactly these stages, ordered by first rank."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
@@ -134,6 +130,7 @@ class Job:
         grids = [np.array(self.ep_sets_of(stages)) for stages in self.stage_sets]
         return [grid_GR.reshape(-1, self.divided_rows or len(grid_GR), self.ep_size) for grid_GR in grids]
 
+    job_sets = cached_property[Sets](lambda job: [job.ranks])
     edp_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(grid_HDR.shape[2], -1))
     """Ranks that hold the same experts."""
     shard_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
@@ -159,16 +156,13 @@ class Job:
 
     ep_ranks, ep_rank = _with_this("ep_sets"), _place_in("ep_ranks")
     """The EP group of this rank."""
+    ep_size = cached_property[int](lambda job: len(job.ep_ranks))
     edp_ranks = _with_this("edp_sets")
     """Ranks that hold the same experts as this one, in the order of the EP groups."""
     data_ranks = _with_this("dp_groups")
     """Ranks that hold the same stages as this one, ascending."""
     row_ranks, row_rank = _with_this("row_sets"), _place_in("row_ranks")
     migration_ranks, migration_rank = _with_this("migration_sets"), _place_in("migration_ranks")
-
-    @property
-    def ep_size(self) -> int:
-        return len(self.ep_ranks)
 
 
 def job_ranks(ranks: Ranks) -> tuple[int, ...]:
@@ -234,7 +228,6 @@ def _ep_sets(said: dict[int, Ranks]) -> tuple[tuple[int, ...], ...]:
             )
     sets = sorted(map(tuple, members.values()))
     if len({len(ranks) for ranks in sets}) > 1:
-        raise GroupError(
-            f"the EP groups {[list(ranks) for ranks in sets]} differ in size: every EP group must hold all experts once"
-        )
+        groups = [list(ranks) for ranks in sets]
+        raise GroupError(f"the EP groups {groups} differ in size: every EP group must hold all experts once")
     return tuple(sets)
