@@ -16,7 +16,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from enum import Enum
@@ -115,6 +115,20 @@ def first_problem(problem: str, group: Group, device: torch.device = _CPU, deadl
     texts = gather_bytes(problem.encode(), group, device, deadline)
     said = zip(dist.get_process_group_ranks(group), texts, strict=True)
     return next((f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text), "")
+
+
+@contextlib.contextmanager
+def failing_together(group: Group, device: torch.device, deadline: float) -> Iterator[None]:
+    """Enclose what a rank does alone between meetings: if it fails on one, TransportError on all. Collective."""
+    try:
+        yield
+    except Exception as error:
+        problem = one_line(error)
+        with contextlib.suppress(TransportError):  # then nobody hears of it, and this rank says so itself
+            problem = first_problem(problem, group, device, deadline)
+        raise TransportError(problem) from error
+    if problem := first_problem("", group, device, deadline):
+        raise TransportError(problem)
 
 
 def maxima(values: Tensor, group: Group) -> Tensor:
@@ -306,9 +320,8 @@ class Agreement:
         del self._control
 
     def gather(self, word: Tensor, seconds: float | None = None) -> Tensor:
-        """Return this CPU tensor of every rank, of equal shapes, in rank order: ``[R, ...]``. Collective, in
-        ``ceil(log2 R)`` steps: in each, a rank sends rows that it has to one other rank. RuntimeError: a message took
-        longer than ``seconds`` (None: the group's timeout)."""
+        """Return this CPU tensor of every rank, of equal shapes, in order: ``[R, ...]``. Collective: each rank sends
+        ``ceil(log2 R)`` messages. RuntimeError: one took longer than ``seconds`` (None: the group's timeout)."""
         size = len(self._ranks)
         rows, count = word.new_empty(size, *word.shape), 1
         rows[0] = word

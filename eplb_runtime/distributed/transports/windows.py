@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from ..consensus import TransportError
+from ..consensus import TransportError, failing_together
 from .base import LEFT_SECONDS, Message, Pending, SideStream, Transport, synchronize, wait_until
 
 WINDOW_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
@@ -126,15 +126,16 @@ class Windows(Transport):
         pieces = self._num_ranks * HALVES * (1 + self.staged)
         piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
         notes = 2 * self._num_ranks * KINDS * HALVES * _NOTE
-        self._lay_out(self._open(pieces * piece_bytes + 8 * notes, deadline), piece_bytes)
-        self.problem = ""
-        # What another transport has left on its way is over on every rank before new notes begin.
-        synchronize(self.device, deadline)
-        self._gather(None, deadline)
-        with self._stream():
-            self._notes_RKHN.copy_(torch.tensor([0, ~0]))
-        wait_until(self._stream.mark(), deadline, "clearing notes")
-        self._gather(None, deadline)
+        window = self._open(pieces * piece_bytes + 8 * notes, deadline)
+        with failing_together(self._group, self._group_device, deadline):
+            self._lay_out(window, piece_bytes)
+            self.problem = ""
+            # What another transport has left on its way is over on every rank before new notes begin.
+            synchronize(self.device, deadline)
+        with failing_together(self._group, self._group_device, deadline):
+            with self._stream():
+                self._notes_RKHN.copy_(torch.tensor([0, ~0]))
+            wait_until(self._stream.mark(), deadline, "clearing notes")
         self._try_out(deadline)
 
     def _lay_out(self, window: Tensor, piece_bytes: int) -> None:

@@ -15,6 +15,7 @@ from support.nvshmem_double import Double
 from support.seen import said_by
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from eplb_runtime.distributed import consensus
 from eplb_runtime.distributed.transports import base, nixl, nvshmem, symmetric, windows
 from eplb_runtime.distributed.transports.base import Message, Pending, TransportError
 from eplb_runtime.distributed.transports.symmetric import SHARING, NodeMemory
@@ -76,12 +77,13 @@ def laid_out(kind: Callable[..., Any], empty: Callable[..., torch.Tensor] = torc
     return transport
 
 
-def test_who_cannot_warm_up_gives_its_window_back() -> None:
+def test_who_cannot_warm_up_gives_its_window_back(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[Any] = []
-    ways = {"_put": lambda *_: bool, "_gather": lambda *_: next(iter(())), "_release": lambda one: released.append(one)}
+    monkeypatch.setattr(consensus, "first_problem", lambda *_: "")
+    ways = {"_put": lambda *_: bool, "_try_out": lambda *_: 1 / 0, "_release": lambda one: released.append(one)}
     ways["_open"] = lambda self, nbytes, deadline: torch.zeros(nbytes, dtype=torch.uint8)
     transport = type("Lent", (windows.Windows,), ways)(GROUP, "gloo", torch.device("cpu"), 60.0)
-    with pytest.raises(StopIteration):
+    with pytest.raises(ZeroDivisionError):
         transport.warm_up(0.0)
     transport.close()
     assert released == [transport]
@@ -212,5 +214,6 @@ def test_torchs_refusal_of_gpus_of_one_number_says_what_to_set() -> None:
     memory = NodeMemory(GROUP, torch.device("cpu"), 1.0, package)
     memory.zeros((2,), torch.float32, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as alone, pytest.raises(RuntimeError, match=f"overlapping .*set {SHARING}=1"):
+        alone.setattr(consensus, "first_problem", lambda *_: "")
         alone.setattr(symmetric, "gather_json", lambda word, *_: [word])
         memory.open()
