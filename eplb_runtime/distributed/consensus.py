@@ -41,7 +41,7 @@ _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
 _SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
-_CAUSE_BYTES = 240
+_CAUSE_BYTES, _KIND_BYTES = 240, 8
 _ALL, _NOT_COME, _CANNOT = "all", "not come ", "cannot "
 
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -226,7 +226,7 @@ def barrier(
 @dataclass(frozen=True)
 class Verdict:
     """A decision of all ranks. ``connections_broken``: the groups' connections are closed, or this rank cannot be sure
-    of the others: they have to find together again. ``kind``: one word, for those who act on the cause."""
+    of the others: they have to find together again. ``kind``: up to 8 letters, for those who act on the cause."""
 
     commit: bool
     cause: str = ""
@@ -239,24 +239,24 @@ class Ballot:
     at once, one that votes and one that cannot wait.
 
     Attributes:
-        refusal: why this rank has said no; empty: it has not.
+        refusal, kind: why this rank has said no, and of what kind that is; empty: it has not.
         bound: whether this rank has said yes and knows of no rank's no: only the record decides then.
         verdict: the recorded decision of all ranks, in their common words; None: not known here yet.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.refusal, self.bound = "", False
+        self.refusal, self.kind, self.bound = "", "", False
         self.verdict: Verdict | None = None
         self._changed = threading.Condition()
 
-    def say(self, problem: str) -> None:
+    def say(self, problem: str, kind: str = "") -> None:
         """Set this rank's vote: yes (``bound``) if ``problem`` is "", else no (``refusal``). The first vote counts."""
         with self._changed:
             if not problem:
                 self.bound = not self.refusal
-            elif not self.bound:
-                self.refusal = self.refusal or problem
+            elif not self.bound and not self.refusal:
+                self.refusal, self.kind = problem, kind
 
     def settle(self, verdict: Verdict) -> None:
         """Set ``verdict``, set ``bound`` to whether it is a commit, and wake `wait`; nothing if a verdict is set
@@ -378,8 +378,10 @@ class Agreement:
             problem = "the launcher's store does not answer"
         ballot.say(problem)
         try:
-            _, cause = self.gather_words(b"", ballot.refusal)
-            verdict = Verdict(not cause, cause)
+            word = ballot.kind[:_KIND_BYTES].ljust(_KIND_BYTES) if ballot.refusal else "\0" * _KIND_BYTES
+            words, cause = self.gather_words(word.encode(), ballot.refusal)
+            kind = next((said.decode().strip() for said in words.values() if any(said)), "")
+            verdict = Verdict(not cause, cause, kind=kind)
             self._probe(Phase.VOTED, verdict)
             if cause:
                 ballot.bound = False
@@ -391,7 +393,7 @@ class Agreement:
         """Say no, write ``verdict`` into the store unless an outcome is there, settle the ballot with the recorded one,
         and return it: after a yes of this rank it may be a commit (or InDoubt), after a no this rank's own if the store
         is silent. Sends no vote. ``votes`` False: none will follow; close the control group's connections."""
-        ballot.say(verdict.cause or "no")
+        ballot.say(verdict.cause or "no", verdict.kind)
         try:
             return self._follow(ballot, verdict)
         finally:

@@ -356,7 +356,7 @@ class Overlapped:
                 self._open[layer].remove(flight.round_)
                 if not self._open[layer]:
                     del self._open[layer]
-            elif verdict.kind == LATE:
+            elif verdict.kind == LATE and not verdict.connections_broken:
                 has_late, self._late[layer] = True, self._late.get(layer, 0) + alone
                 self.late_rounds += 1
                 self.late_bytes += 0 if flight.posted is None else flight.posted.exchange.received_bytes

@@ -189,6 +189,9 @@ def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
             flight.verdict = Verdict(False, "late", kind=LATE)
             assert flight.patience == 0.5
     assert "5 times" in progress.cause
+    driver._flights, driver._open = [InFlightRound(schedule.rounds[0], Ballot(""), True, 0.0)], {}
+    driver._flights[0].verdict = broken = Verdict(False, "late", True, LATE)
+    assert driver._close_rounds().verdict == broken, "it is not only sent again"
 
 
 def test_a_round_of_other_ranks_keeps_none_of_this_rank_from_leaving() -> None:
