@@ -77,19 +77,20 @@ class ProcessGroups:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
         self.timeout_seconds, self.setup_seconds = timeout_seconds, max(timeout_seconds, SETUP_SECONDS)
-        self.backend, self._device = backend_for(device), device
-        self._members = job_ranks(ranks)
+        self._device, self._members = device, job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: no other rank may have to wait for that.
         self._launcher_store = world.clone()  # type: ignore[attr-defined]
+        # Nothing fails on a rank before it has counted: the others would wait for it, and have other names ever after.
         self._name = name_of_job(self._launcher_store, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
         self._launcher_store.set_timeout(timedelta(seconds=self.setup_seconds))
         try:
             _allow_open_files()
             self.control = self._new([self._members], "control", "gloo", self.setup_seconds)
+            self.backend = backend_for(device)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
         except BaseException as error:
             cause = self.report_failure(error)

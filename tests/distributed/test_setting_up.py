@@ -42,6 +42,7 @@ def fail(*_: object, **__: object) -> None:
 
 PLACES: dict[str, tuple[Any, str]] = {
     "describing": (eplb.hosts, "_describe"),
+    "the backend": (process_groups, "backend_for"),
     "the first group": (process_groups, "gather_job"),
     "the carrier": (TRANSPORTS["torch"], "__init__"),
     "checks": (attaching, "check"),
