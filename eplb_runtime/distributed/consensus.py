@@ -16,7 +16,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from enum import Enum
@@ -41,7 +41,7 @@ _STORE_SECONDS = 30.0
 """So long a store may take to answer: it may be slow where a meeting's deadline is short."""
 _SOON_SECONDS = 10.0
 _PAUSE_SECONDS = 0.05  # between two questions to a store whose connection fails at once
-_CAUSE_BYTES = 240
+_CAUSE_BYTES, _KIND_BYTES = 240, 8
 _ALL, _NOT_COME, _CANNOT = "all", "not come ", "cannot "
 
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,6 +115,20 @@ def first_problem(problem: str, group: Group, device: torch.device = _CPU, deadl
     texts = gather_bytes(problem.encode(), group, device, deadline)
     said = zip(dist.get_process_group_ranks(group), texts, strict=True)
     return next((f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text), "")
+
+
+@contextlib.contextmanager
+def failing_together(group: Group, device: torch.device, deadline: float) -> Iterator[None]:
+    """Enclose what a rank does alone between meetings: if it fails on one, TransportError on all. Collective."""
+    try:
+        yield
+    except Exception as error:
+        problem = one_line(error)
+        with contextlib.suppress(TransportError):  # then nobody hears of it, and this rank says so itself
+            problem = first_problem(problem, group, device, deadline)
+        raise TransportError(problem) from error
+    if problem := first_problem("", group, device, deadline):
+        raise TransportError(problem)
 
 
 def maxima(values: Tensor, group: Group) -> Tensor:
@@ -212,7 +226,7 @@ def barrier(
 @dataclass(frozen=True)
 class Verdict:
     """A decision of all ranks. ``connections_broken``: the groups' connections are closed, or this rank cannot be sure
-    of the others: they have to find together again. ``kind``: one word, for those who act on the cause."""
+    of the others: they have to find together again. ``kind``: up to 8 letters, for those who act on the cause."""
 
     commit: bool
     cause: str = ""
@@ -225,24 +239,24 @@ class Ballot:
     at once, one that votes and one that cannot wait.
 
     Attributes:
-        refusal: why this rank has said no; empty: it has not.
+        refusal, kind: why this rank has said no, and of what kind that is; empty: it has not.
         bound: whether this rank has said yes and knows of no rank's no: only the record decides then.
         verdict: the recorded decision of all ranks, in their common words; None: not known here yet.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.refusal, self.bound = "", False
+        self.refusal, self.kind, self.bound = "", "", False
         self.verdict: Verdict | None = None
         self._changed = threading.Condition()
 
-    def say(self, problem: str) -> None:
+    def say(self, problem: str, kind: str = "") -> None:
         """Set this rank's vote: yes (``bound``) if ``problem`` is "", else no (``refusal``). The first vote counts."""
         with self._changed:
             if not problem:
                 self.bound = not self.refusal
-            elif not self.bound:
-                self.refusal = self.refusal or problem
+            elif not self.bound and not self.refusal:
+                self.refusal, self.kind = problem, kind
 
     def settle(self, verdict: Verdict) -> None:
         """Set ``verdict``, set ``bound`` to whether it is a commit, and wake `wait`; nothing if a verdict is set
@@ -306,9 +320,8 @@ class Agreement:
         del self._control
 
     def gather(self, word: Tensor, seconds: float | None = None) -> Tensor:
-        """Return this CPU tensor of every rank, of equal shapes, in rank order: ``[R, ...]``. Collective, in
-        ``ceil(log2 R)`` steps: in each, a rank sends rows that it has to one other rank. RuntimeError: a message took
-        longer than ``seconds`` (None: the group's timeout)."""
+        """Return this CPU tensor of every rank, of equal shapes, in order: ``[R, ...]``. Collective: each rank sends
+        ``ceil(log2 R)`` messages. RuntimeError: one took longer than ``seconds`` (None: the group's timeout)."""
         size = len(self._ranks)
         rows, count = word.new_empty(size, *word.shape), 1
         rows[0] = word
@@ -365,8 +378,10 @@ class Agreement:
             problem = "the launcher's store does not answer"
         ballot.say(problem)
         try:
-            _, cause = self.gather_words(b"", ballot.refusal)
-            verdict = Verdict(not cause, cause)
+            word = ballot.kind[:_KIND_BYTES].ljust(_KIND_BYTES) if ballot.refusal else "\0" * _KIND_BYTES
+            words, cause = self.gather_words(word.encode(), ballot.refusal)
+            kind = next((said.decode().strip() for said in words.values() if any(said)), "")
+            verdict = Verdict(not cause, cause, kind=kind)
             self._probe(Phase.VOTED, verdict)
             if cause:
                 ballot.bound = False
@@ -378,7 +393,7 @@ class Agreement:
         """Say no, write ``verdict`` into the store unless an outcome is there, settle the ballot with the recorded one,
         and return it: after a yes of this rank it may be a commit (or InDoubt), after a no this rank's own if the store
         is silent. Sends no vote. ``votes`` False: none will follow; close the control group's connections."""
-        ballot.say(verdict.cause or "no")
+        ballot.say(verdict.cause or "no", verdict.kind)
         try:
             return self._follow(ballot, verdict)
         finally:

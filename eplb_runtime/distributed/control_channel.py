@@ -94,8 +94,6 @@ class ControlChannel:
                 raise ConnectionLost(verdict.cause or late.cause)
         try:
             return work.result()
-        except ConnectionLost:
-            raise
         except Exception as error:
             logger.debug("work on the control group failed", exc_info=True)
             raise ConnectionLost(one_line(error, with_type=True)) from error

@@ -5,8 +5,6 @@ give the host's later groups other names than the other ranks do. torch's functi
 here; the names that torch counts do not. A timeout on gloo closes the connections of the group it happened on alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..utils.text import one_line
-from .consensus import arrive, close_connections, gather_rows, missing_at
+from .consensus import arrive, close_connections, gather_rows, missing_at, timeout_of
 from .ranks import GroupError, Ranks, gather_job, job_ranks
 from .store import SETUP_SECONDS, JobStore, StoreError, name_of_job
 
@@ -38,14 +36,14 @@ _OF_BALANCING = ("control", "migration", "background")
 """Purposes of groups that a closed model does not compute with."""
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-_in_use: list[ProcessGroups] = []
+_in_use: list["ProcessGroups"] = []
 
 
 def _of(sets: str, purpose: str, backend: str = "", *, like: str = "", several: bool = False) -> Any:
     """Return a group of those of a job's sets with this rank, made where it is first asked for: the one under the name
     ``like`` if that has the same ranks; None if it is to have ``several`` and this rank is alone."""
 
-    def made(groups: ProcessGroups) -> dist.ProcessGroup | None:
+    def made(groups: "ProcessGroups") -> dist.ProcessGroup | None:
         all_sets = getattr(groups.job, sets)
         if several and (groups.job.rank,) in all_sets:
             return None
@@ -79,19 +77,20 @@ class ProcessGroups:
         if not dist.is_initialized():
             raise GroupError("torch.distributed is not initialised: call init_process_group (or use torchrun) first")
         self.timeout_seconds, self.setup_seconds = timeout_seconds, max(timeout_seconds, SETUP_SECONDS)
-        self.backend, self._device = backend_for(device), device
-        self._members = job_ranks(ranks)
+        self._device, self._members = device, job_ranks(ranks)
         self._made: list[dist.ProcessGroup] = []
         self._times_made: Counter[str] = Counter()
         world = dist.distributed_c10d._get_default_group().get_group_store()
         # Ranks meet in it when they connect, perhaps on a thread of ours: no other rank may have to wait for that.
         self._launcher_store = world.clone()  # type: ignore[attr-defined]
+        # Nothing fails on a rank before it has counted: the others would wait for it, and have other names ever after.
         self._name = name_of_job(self._launcher_store, self._members, dist.get_rank())
         self.store = JobStore(world, self._name, timeout_seconds)
         self._launcher_store.set_timeout(timedelta(seconds=self.setup_seconds))
         try:
             _allow_open_files()
             self.control = self._new([self._members], "control", "gloo", self.setup_seconds)
+            self.backend = backend_for(device)
             self.job = gather_job(ranks, self._members, stage_layers, self.control)
         except BaseException as error:
             cause = self.report_failure(error)
@@ -129,8 +128,7 @@ class ProcessGroups:
                 group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self.timeout_seconds))
 
     def make_again(self, attempt: int, seconds: float) -> Pair:
-        """Make and return another control and migration group, in use from `take_over` on. Collective. ``seconds``: for
-        making each, and for each call over gloo."""
+        """Make and return another control and migration group; ``seconds`` for each, and each gloo call. Collective."""
         control = self._new([self.job.ranks], f"control {attempt}", "gloo", seconds)
         return control, self._new(self.job.migration_sets, f"migration {attempt}", self.backend, seconds)
 
@@ -231,8 +229,7 @@ class ProcessGroups:
         return group
 
     def release(self, *groups: dist.ProcessGroup) -> None:
-        """End these groups: abort NCCL's communicators, and delete torch's entries and the attributes that hold the
-        groups. An error is only logged."""
+        """End groups: abort NCCL's communicators, delete torch's entries and our attributes. Errors are only logged."""
         for name in [name for name, held in vars(self).items() if any(held is group for group in groups)]:
             delattr(self, name)
         for group in groups:
@@ -342,8 +339,8 @@ def host_timeout(backend: str) -> timedelta:
     """Return the host's timeout (``init_process_group(timeout=...)``) for this backend, or torch's if there is none."""
     timeout: timedelta = dist.distributed_c10d.default_pg_timeout
     with contextlib.suppress(RuntimeError, AttributeError):  # the host has none, or one without options
-        group: Any = dist.distributed_c10d._get_default_group()
-        timeout = group._get_backend(torch.device("cpu" if backend == "gloo" else "cuda")).options._timeout
+        group = dist.distributed_c10d._get_default_group()
+        timeout = timeout_of(group, torch.device("cpu" if backend == "gloo" else "cuda"))
     return timeout
 
 

@@ -4,8 +4,6 @@ Nothing here assumes that the world is one copy of one model: a job may be a par
 different pipeline stages, and several EP groups may hold the same experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -52,7 +50,7 @@ class Ranks:
     divided_state: bool = False
 
     @classmethod
-    def of_group(cls, ep_group: dist.ProcessGroup | None) -> Ranks:
+    def of_group(cls, ep_group: dist.ProcessGroup | None) -> "Ranks":
         """Return the ranks of one whole model on every EP group of the world; None: the world is one EP group."""
         return cls(None if ep_group is None else tuple(dist.get_process_group_ranks(ep_group)))
 
@@ -122,10 +120,6 @@ class Job:
         """Number of ranks over which the homes of an EP rank are divided, D; 1: they are whole."""
         return self.divided_rows or 1
 
-    @property
-    def job_sets(self) -> Sets:
-        return [self.ranks]
-
     def ep_sets_of(self, stages: tuple[int, ...]) -> Sets:
         """Return the EP groups whose ranks hold exactly these stages, ordered by first rank."""
         return [ep_set for ep_set, held in zip(self.ep_sets, self.stages_of_set, strict=True) if held == stages]
@@ -136,6 +130,7 @@ class Job:
         grids = [np.array(self.ep_sets_of(stages)) for stages in self.stage_sets]
         return [grid_GR.reshape(-1, self.divided_rows or len(grid_GR), self.ep_size) for grid_GR in grids]
 
+    job_sets = cached_property[Sets](lambda job: [job.ranks])
     edp_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(grid_HDR.shape[2], -1))
     """Ranks that hold the same experts."""
     shard_sets = _sets(lambda grid_HDR: grid_HDR.transpose(2, 0, 1).reshape(-1, grid_HDR.shape[1]))
@@ -161,16 +156,13 @@ class Job:
 
     ep_ranks, ep_rank = _with_this("ep_sets"), _place_in("ep_ranks")
     """The EP group of this rank."""
+    ep_size = cached_property[int](lambda job: len(job.ep_ranks))
     edp_ranks = _with_this("edp_sets")
     """Ranks that hold the same experts as this one, in the order of the EP groups."""
     data_ranks = _with_this("dp_groups")
     """Ranks that hold the same stages as this one, ascending."""
     row_ranks, row_rank = _with_this("row_sets"), _place_in("row_ranks")
     migration_ranks, migration_rank = _with_this("migration_sets"), _place_in("migration_ranks")
-
-    @property
-    def ep_size(self) -> int:
-        return len(self.ep_ranks)
 
 
 def job_ranks(ranks: Ranks) -> tuple[int, ...]:
@@ -236,7 +228,6 @@ def _ep_sets(said: dict[int, Ranks]) -> tuple[tuple[int, ...], ...]:
             )
     sets = sorted(map(tuple, members.values()))
     if len({len(ranks) for ranks in sets}) > 1:
-        raise GroupError(
-            f"the EP groups {[list(ranks) for ranks in sets]} differ in size: every EP group must hold all experts once"
-        )
+        groups = [list(ranks) for ranks in sets]
+        raise GroupError(f"the EP groups {groups} differ in size: every EP group must hold all experts once")
     return tuple(sets)

@@ -356,7 +356,7 @@ class Overlapped:
                 self._open[layer].remove(flight.round_)
                 if not self._open[layer]:
                     del self._open[layer]
-            elif verdict.kind == LATE:
+            elif verdict.kind == LATE and not verdict.connections_broken:
                 has_late, self._late[layer] = True, self._late.get(layer, 0) + alone
                 self.late_rounds += 1
                 self.late_bytes += 0 if flight.posted is None else flight.posted.exchange.received_bytes
@@ -424,7 +424,7 @@ class Overlapped:
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
-            if not gate.wait(self._timeout):
+            if not gate.wait(self._timeout / 2):  # who waits in the vote since before gives up after a whole one
                 late = Verdict(False, "training did not go on", kind=LATE)
                 for flight in arrived:
                     self._engine.refuse(flight.ballot, late)
@@ -438,12 +438,12 @@ class Overlapped:
                     self._engine.refuse(flight.ballot, lost, votes=False)
 
     def _post_ahead(self, flights: Sequence[InFlightRound], migration: PreparedMigration) -> None:
-        """Post the first of them, and others that are not posted yet until it has arrived."""
+        """Post the first of them, and others that are not posted yet until it has arrived, if it comes here."""
         # Not all at once: the first would wait until the last is packed. The order is the same on all ranks, so
         # what this one waits for, the others have posted or can post.
         first = flights[0]
         for flight in flights:
-            if first.posted is not None and self._engine.has_arrived(first.posted):
+            if first.here and first.posted is not None and self._engine.has_arrived(first.posted):
                 break  # its vote comes first: to post another may take as long as the bytes of that one do
             if flight.posted is None:
                 flight.posted = self._engine.post(migration, flight.round_)

@@ -94,8 +94,11 @@ LONGER_THAN_A_TEST = 3600.0
 
 
 def vote(rank: int) -> list[Verdict]:
-    agreement = agreement_of(LONGER_THAN_A_TEST)
+    agreement, late = agreement_of(LONGER_THAN_A_TEST), Ballot("late")
+    if rank:  # as another thread of it says while this one is about to vote
+        late.say(f"{rank} waits no longer", "late" if rank == 1 else "")
     said = [
+        agreement.vote_and_record(late, "", False),
         agreement.vote_and_record(Ballot("a"), "", False),
         agreement.vote_and_record(Ballot("b"), "odd bytes" if rank == 1 else "", False),
     ]
@@ -105,8 +108,9 @@ def vote(rank: int) -> list[Verdict]:
 
 def test_one_decision_stands_also_where_a_rank_did_not_vote() -> None:
     """Rank 2 has timed out: it writes its word into the store and does not vote. The others hear of it, and at once
-    that it does not come: they would wait for it longer than a test may take."""
-    for whole, refused, broken in run_ranks(3, vote):
+    that it does not come: they would wait for it longer than a test may take. A refusal's kind goes with it."""
+    for late, whole, refused, broken in run_ranks(3, vote):
+        assert late == Verdict(False, "rank 1: 1 waits no longer", kind="late")
         assert whole == Verdict(True)
         assert refused == Verdict(False, "rank 1: odd bytes")
         assert not broken.commit and broken.connections_broken

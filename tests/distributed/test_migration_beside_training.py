@@ -14,6 +14,7 @@ import torch
 from support.beside import RANKS, Run, at, fail, flip_a_bit
 from support.moe_models import batch_of
 from support.ranks import run_ranks
+from support.transport_contract import hear, tell
 
 from eplb_runtime.events import BalancingPaused, BalancingResumed, RebalanceAborted, RebalanceCommitted
 from eplb_runtime.migration import overlapped
@@ -33,11 +34,9 @@ def late_in(job: Run, layer: int) -> Iterator[None]:
                     self._refuse(flight, overlapped.Verdict(False, "a test says so", kind=overlapped.LATE))
         open_gate(self)
 
-    Overlapped._open_gate = impatient
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Overlapped, "_open_gate", impatient)
         yield
-    finally:
-        Overlapped._open_gate = open_gate
 
 
 def what_happens_on_the_way(rank: int) -> dict[str, Any]:
@@ -150,6 +149,23 @@ def with_copies(rank: int) -> None:
 
 def test_copies_follow_a_layer_that_is_committed_during_a_step() -> None:
     run_ranks(2, with_copies)
+
+
+def stands_still(rank: int) -> tuple[bool, list[Any]]:
+    """Rank 0's training does not go on until its thread has given up what came, while rank 1's waits in the vote."""
+    job = Run(rank, overlap=True, timeout_seconds=3.0)
+    vote = job.engine.vote
+    job.engine.vote = lambda *of: (tell("in the vote"), vote(*of))[1]
+    with at(job, 0, Phase.VERIFIED, lambda staged: hear("in the vote")):
+        job.until_sent()
+        assert rank or all(flight.ballot.wait(60.0) for flight in job.flights)
+        job.step()
+    job.until(RebalanceCommitted)
+    return job.background.late_rounds > 0, job.balancer.events.of_type(BalancingPaused)
+
+
+def test_rounds_are_late_where_training_stands_still_while_another_rank_waits_in_the_vote() -> None:
+    assert run_ranks(2, stands_still) == [(True, [])] * 2
 
 
 class Decayed(support.job.Run):

@@ -1,14 +1,11 @@
 """A rank that fails or dies while it attaches ends that on all, with one line; what attaching made is given back by
 ``close``, though a part of it fails, and for a model that was let go of by the next attach."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os
 import signal
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,24 +36,13 @@ def attach(rank: int, timeout_seconds: float = 30.0, **options: Any) -> eplb.Bal
     return training.attach(model, optimizer, timeout_seconds=timeout_seconds, transport="torch", **options)
 
 
-def at(owner: Any, name: str, action: Callable[[], object]) -> Callable[[], None]:
-    """Do something before a part of attaching; what is returned takes it back."""
-    whole = getattr(owner, name)
-
-    def first(*args: Any, **options: Any) -> Any:
-        action()
-        return whole(*args, **options)
-
-    setattr(owner, name, first)
-    return lambda: setattr(owner, name, whole)
-
-
-def fail() -> None:
+def fail(*_: object, **__: object) -> None:
     raise MemoryError("made to fail")
 
 
 PLACES: dict[str, tuple[Any, str]] = {
     "describing": (eplb.hosts, "_describe"),
+    "the backend": (process_groups, "backend_for"),
     "the first group": (process_groups, "gather_job"),
     "the carrier": (TRANSPORTS["torch"], "__init__"),
     "checks": (attaching, "check"),
@@ -72,10 +58,10 @@ def fails_somewhere(rank: int) -> dict[str, str]:
     than what ranks wait for each other from then on."""
     said, odd = {}, rank == LAST
     for place, (owner, name) in PLACES.items():
-        undo = at(owner, name, fail) if odd else lambda: None
-        with pytest.raises((AttachError, MemoryError)) as refused:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((AttachError, MemoryError)) as refused:
+            if odd:
+                patch.setattr(owner, name, fail)
             attach(rank)
-        undo()
         said[place] = str(refused.value)
     with pytest.raises((AttachError, TypeError)) as refused:
         eplb.attach(None if odd else make_model("olmoe", experts=6))  # type: ignore[arg-type]
@@ -103,7 +89,7 @@ DIES = {"between groups": (process_groups, "host_timeout"), "checks": PLACES["ch
 
 def dies(rank: int, place: str) -> str:
     if rank == LAST:
-        at(*DIES[place], lambda: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(*DIES[place], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     process_groups.SETUP_SECONDS, process_groups.ACCOUNT_SECONDS = 8.0, 8.0
     with pytest.raises(AttachError) as refused:
         attach(rank, 8.0)
@@ -188,14 +174,13 @@ def test_what_fails_while_it_is_closed_leaves_nothing_else_open() -> None:
 
 def fails_late(rank: int) -> int:
     """Descriptors that the second attach leaves which fails when all is installed, while its model is there."""
-    undo, model, held = at(attaching, "_record", fail), make_model("olmoe", experts=4, layers=1), []
+    attaching._record, model, held = fail, make_model("olmoe", experts=4, layers=1), []
     for _ in range(2):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with pytest.raises((AttachError, MemoryError)):
             training.attach(model, optimizer, timeout_seconds=30.0, transport="torch")
         gc.collect()
         held.append(len(os.listdir("/proc/self/fd")))
-    undo()
     return held[1] - held[0]
 
 

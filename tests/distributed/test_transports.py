@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -197,10 +197,7 @@ def test_a_model_on_a_cpu_is_refused() -> None:
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_there(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(nvshmem, "import_module", not_there)
+    monkeypatch.setattr(nvshmem, "import_module", Mock(side_effect=ModuleNotFoundError("No module named 'nvshmem'")))
     with pytest.raises(TransportError, match=r"nvshmem4py .*: pip install 'eplb-runtime\[nvshmem-cu12\]'") as said:
         nvshmem.load()
     assert "\n" not in str(said.value)
@@ -226,33 +223,43 @@ def test_what_ucx_may_use_is_not_told_by_the_environment(monkeypatch: pytest.Mon
     assert told == [("UCX", {"engine_config": "TLS=^sm"}), ("UCX", {})]
 
 
-def in_three_places(rank: int) -> tuple[list[str], list[str]]:
-    """One node; two nodes that are believed to have RDMA, where UCX takes TCP; the same, and rank 2 fails."""
+FAILS: list[tuple[int, Any, str]] = [
+    (1, symmetric_memory_double, "empty"),
+    (2, nixl, "new_agent"),
+    (2, nixl.base64, "b64decode"),
+    (2, windows, "synchronize"),
+    (2, windows.Windows, "_try_out"),
+]
+"""Number of nodes, and what one rank alone fails in: its own memory, that of others, the device, the first bytes."""
 
-    def refuse(*_: object) -> None:
-        raise TransportError("the first bytes did not arrive")
 
-    seen = []
+def in_all_places(rank: int) -> tuple[list[str], list[str]]:
+    """One node; two that are believed to have RDMA, where UCX takes TCP; then rank 2 fails in each of `FAILS`."""
+    windows.MOST_PIECE_BYTES, nixl.rdma_devices, seen = 64 << 10, lambda: ["mlx5_0"], []
+    TRANSPORTS["cuda_ipc"] = partial(CudaIpc, package=symmetric_memory_double)
     with heard(logging.INFO) as lines:
-        for node, devices, broken in ((0, [], False), (rank // 2, ["mlx5_0"], False), (rank // 2, ["mlx5_0"], True)):
-            os.environ["GROUP_RANK"] = str(node)
-            nixl.rdma_devices = lambda devices=devices: devices
-            if broken:
-                windows.Windows._try_out = refuse if rank == 2 else lambda *_: None  # type: ignore[method-assign]
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-            transport = automatic(group, "gloo", CPU, 60.0)
-            transport.warm_up(soon())
-            exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
-            seen.append(type(transport).__name__)
-            transport.close()
+        for nodes, *place in ((1,), (2,), *FAILS):
+            os.environ["GROUP_RANK"] = str(rank * nodes // 3)
+            with pytest.MonkeyPatch.context() as patch:
+                if place:
+                    patch.setattr(transports.symmetric, "why_not", lambda device: "")
+                if place and (rank == 2 or "_try_out" in place):
+                    patch.setattr(*place, Mock(side_effect=TransportError("made to fail") if rank == 2 else None))
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+                transport = automatic(group, "gloo", CPU, 60.0)
+                transport.warm_up(soon())
+                exchange_with_all(rank, transport, range(3), [100, 0, 2 << 20])
+                seen.append(type(transport).__name__)
+                transport.close()
     return seen, [line for line in lines if line.startswith("transport:")]
 
 
 def test_all_ranks_choose_alike_and_fall_back_together() -> None:
     if nixl.why_not():
         pytest.skip(nixl.why_not())
-    results = run_ranks(3, in_three_places)
-    assert [seen for seen, _ in results] == [["TorchPointToPoint", "Nixl", "TorchPointToPoint"]] * 3
-    at_first = "transport: torch (one node; no cuda_ipc: rank 0: it copies between GPUs, not on cpu)"
-    at_last = "transport: torch (several nodes; no nixl: rank 2: the first bytes did not arrive)"
-    assert results[0][1] == [at_first, "transport: nixl (several nodes)", at_last]
+    results = run_ranks(3, in_all_places)
+    assert [seen for seen, _ in results] == [["TorchPointToPoint", "Nixl", *["TorchPointToPoint"] * len(FAILS)]] * 3
+    at_first, at_second, *fallen_back = results[0][1]
+    assert at_first == "transport: torch (one node; no cuda_ipc: rank 0: it copies between GPUs, not on cpu)"
+    assert at_second == "transport: nixl (several nodes)" and len(fallen_back) == len(FAILS)
+    assert all(line.startswith("transport: torch (") and "rank 2: made to fail" in line for line in fallen_back)

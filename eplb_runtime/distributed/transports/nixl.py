@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...utils.text import one_line
+from ..consensus import failing_together
 from .base import TransportError
 from .windows import ARRIVED, HALVES, HasLeft, Windows
 
@@ -72,18 +73,19 @@ class Nixl(Windows):
 
     def _open(self, nbytes: int, deadline: float) -> Tensor:
         name = f"eplb_runtime {self._rank} {secrets.token_hex(8)}"
-        self._leaving: list[Leaving] = []
-        self._agent = new_agent(name)
-        window = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._rank_of: dict[str, int] = {}
+        self._leaving, self._rank_of = list[Leaving](), dict[str, int]()
         try:
-            self._registered = self._agent.register_memory(window)
-            metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+            with failing_together(self._group, self._group_device, deadline):
+                self._agent = new_agent(name)
+                window = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                self._registered = self._agent.register_memory(window)
+                metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
             said = self._gather([name, metadata, window.data_ptr(), max(0, window.get_device())], deadline)
-            for peer, (other, theirs, *_) in enumerate(said):
-                if peer != self._rank:
-                    self._rank_of[other] = peer
-                    self._agent.add_remote_agent(base64.b64decode(theirs))
+            with failing_together(self._group, self._group_device, deadline):
+                for peer, (other, theirs, *_) in enumerate(said):
+                    if peer != self._rank:
+                        self._rank_of[other] = peer
+                        self._agent.add_remote_agent(base64.b64decode(theirs))
         except Exception as error:
             raise TransportError(f"nixl cannot open {nbytes} bytes to the other ranks: {one_line(error)}") from error
         self._others = [(other, address - window.data_ptr(), index) for other, _, address, index in said]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from ..consensus import first_problem, gather_bytes
+from ..consensus import failing_together, gather_bytes
 from .base import TransportError
 from .windows import HasLeft, Windows
 
@@ -31,8 +31,7 @@ _lent: set[int] = set()
 
 
 def load() -> Any:
-    """Import nvshmem4py, and return its modules ``core`` and ``bindings`` and CUDA's class ``device_of`` in a
-    namespace. TransportError: they cannot be imported."""
+    """Return nvshmem4py's ``core`` and ``bindings`` and CUDA's class ``device_of``. TransportError: no import."""
     try:
         core, bindings = import_module("nvshmem.core"), import_module("nvshmem.bindings.nvshmem")
         return SimpleNamespace(core=core, bindings=bindings, device_of=import_module("cuda.core").Device)
@@ -58,14 +57,10 @@ class Nvshmem(Windows):
         """Return a window of this transport alone, until it is released."""
         if self._package is None and self.device.type != "cuda":
             raise TransportError(f"transport 'nvshmem' carries between GPUs, not on {self.device.type}")
-        library, problem = self._package, ""
-        try:
-            library = library or load()
-            problem = claim("transport='nvshmem'", self._group, again=True)
-        except TransportError as error:
-            problem = str(error)
-        if problem := first_problem(problem, self._group, self._group_device, deadline):
-            raise TransportError(problem)
+        with failing_together(self._group, self._group_device, deadline):
+            library = self._package or load()
+            if problem := claim("transport='nvshmem'", self._group, again=True):
+                raise TransportError(problem)
         said = self._gather([n for n in range(len(_windows)) if n not in _lent], deadline)
         if not _windows:
             self._start(library, deadline)
@@ -89,9 +84,8 @@ class Nvshmem(Windows):
     def _start(self, library: Any, deadline: float) -> None:
         identity = library.core.get_unique_id(empty=self._rank > 0)
         raw = identity._data.view(np.uint8)
-        raw[:] = np.frombuffer(
-            gather_bytes(raw.tobytes(), self._group, self._group_device, deadline)[0], dtype=np.uint8
-        )
+        of_first = gather_bytes(raw.tobytes(), self._group, self._group_device, deadline)[0]
+        raw[:] = np.frombuffer(of_first, dtype=np.uint8)
         on = library.device_of(torch.cuda.current_device() if torch.cuda.is_available() else 0)
         on.set_current()
         library.core.init(device=on, uid=identity, rank=self._rank, nranks=self._num_ranks, initializer_method="uid")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...config import launcher_environment
 from ...utils.text import one_line
-from ..consensus import gather_json
+from ..consensus import failing_together, gather_json
 from .base import TransportError
 from .windows import HasLeft, Windows
 
@@ -101,7 +101,8 @@ class NodeMemory:
                 f"torch's signal pad has room for {self.channels} signals between {self.size} ranks, and "
                 f"{LEAST_CHANNELS} are needed: torch.distributed._symmetric_memory.set_signal_pad_size makes it larger"
             )
-        trial = self.zeros((self.size,), torch.int32, self._device)
+        with failing_together(self._group, self._group_device, deadline):
+            trial = self.zeros((self.size,), torch.int32, self._device)
         self.open()
         others = [peer for peer in range(self.size) if peer != self.rank]
         for peer in others:
@@ -123,9 +124,10 @@ class NodeMemory:
         """Open all new blocks to all ranks. RuntimeError: the ranks' blocks differ. Collective; the host waits."""
         new = self._blocks[len(self._handles) :]
         blocks = [[list(block.shape), str(block.dtype)] for block in new]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         deadline = time.monotonic() + max(1.0, self._timeout_ms / 1000)
+        with failing_together(self._group, self._group_device, deadline):
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # zeros, before anybody else writes there
         if any(said != blocks for said in gather_json(blocks, self._group, self._group_device, deadline)):
             raise RuntimeError("ranks of one node have different rows of experts, so they cannot open each other's")
         for block in new:
@@ -163,7 +165,8 @@ class CudaIpc(Windows):
         self._memory = NodeMemory(self._group, self.device, seconds, self._package, self._group_device)
         try:
             self._memory.meet(deadline)
-            window = self._memory.zeros((nbytes,), torch.uint8, self.device)
+            with failing_together(self._group, self._group_device, deadline):
+                window = self._memory.zeros((nbytes,), torch.uint8, self.device)
             self._memory.open()
         except RuntimeError as error:
             raise TransportError(f"memory of this node's GPUs cannot be opened: {error}") from error

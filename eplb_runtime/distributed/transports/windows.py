@@ -6,8 +6,6 @@ the window, too, or go the library's own way. All of it goes on while somebody p
 who gives up has nothing to fear from a peer that comes late.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import abstractmethod
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.text import one_line
-from ..consensus import TransportError
+from ..consensus import TransportError, failing_together
 from .base import LEFT_SECONDS, Message, Pending, SideStream, Transport, synchronize, wait_until
 
 WINDOW_BYTES, LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 512 << 20, 64 << 10, 16 << 20
@@ -44,7 +42,7 @@ HasLeft = Callable[[], bool]
 class _Posted(Pending):
     """Messages of one call, of which so many pieces are ``left``."""
 
-    windows: Windows
+    windows: "Windows"
     left: int = 0
 
     def poll(self) -> bool:
@@ -86,7 +84,8 @@ class Windows(Transport):
         self._piece_bytes, self._next_ask = 0, 0.0
         self._peers = {peer: _Peer() for peer in range(self._num_ranks) if peer != self._rank}
         self._stream, self._reading = SideStream(device), SideStream(device)
-        self._under_way: list[tuple[HasLeft, _Posted]] = []
+        # With the piece: nothing else may hold this memory, which the stream has yet to read.
+        self._under_way: list[tuple[HasLeft, _Posted, Tensor]] = []
         self._notes_are_here: HasLeft | None = None
 
     @abstractmethod
@@ -127,15 +126,16 @@ class Windows(Transport):
         pieces = self._num_ranks * HALVES * (1 + self.staged)
         piece_bytes = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, WINDOW_BYTES // pieces // 4096 * 4096))
         notes = 2 * self._num_ranks * KINDS * HALVES * _NOTE
-        self._lay_out(self._open(pieces * piece_bytes + 8 * notes, deadline), piece_bytes)
-        self.problem = ""
-        # What another transport has left on its way is over on every rank before new notes begin.
-        synchronize(self.device, deadline)
-        self._gather(None, deadline)
-        with self._stream():
-            self._notes_RKHN.copy_(torch.tensor([0, ~0]))
-        wait_until(self._stream.mark(), deadline, "clearing notes")
-        self._gather(None, deadline)
+        window = self._open(pieces * piece_bytes + 8 * notes, deadline)
+        with failing_together(self._group, self._group_device, deadline):
+            self._lay_out(window, piece_bytes)
+            self.problem = ""
+            # What another transport has left on its way is over on every rank before new notes begin.
+            synchronize(self.device, deadline)
+        with failing_together(self._group, self._group_device, deadline):
+            with self._stream():
+                self._notes_RKHN.copy_(torch.tensor([0, ~0]))
+            wait_until(self._stream.mark(), deadline, "clearing notes")
         self._try_out(deadline)
 
     def _lay_out(self, window: Tensor, piece_bytes: int) -> None:
@@ -191,18 +191,18 @@ class Windows(Transport):
             while traffic.sends and traffic.sent - traffic.room < HALVES and not traffic.leaving:
                 (data, posted), went_on = traffic.sends.popleft(), True
                 traffic.sent += 1
-                half = traffic.sent % HALVES
+                half, source = traffic.sent % HALVES, data
                 with self._stream():
                     if self.staged:
-                        data = self._outbox_RHB[peer, half, : data.numel()].copy_(data, non_blocking=True)
-                    piece = self._put(self._inbox_RHB[self._rank, half, : data.numel()], data, peer)
-                    self._under_way.append((self._tell(peer, ARRIVED, traffic.sent, piece), posted))
+                        source = self._outbox_RHB[peer, half, : data.numel()].copy_(data, non_blocking=True)
+                    piece = self._put(self._inbox_RHB[self._rank, half, : data.numel()], source, peer)
+                    self._under_way.append((self._tell(peer, ARRIVED, traffic.sent, piece), posted, data))
             while traffic.receives and traffic.taken < traffic.arrived:
                 (data, posted), went_on = traffic.receives.popleft(), True
                 traffic.taken += 1
                 with self._stream():
                     data.copy_(self._inbox_RHB[peer, traffic.taken % HALVES, : data.numel()], non_blocking=True)
-                    self._under_way.append((self._tell(peer, TAKEN, traffic.taken), posted))
+                    self._under_way.append((self._tell(peer, TAKEN, traffic.taken), posted, data))
             if traffic.gone and (traffic.sends or traffic.receives):
                 self.give_up(f"EP rank {peer} has given up")
                 return True
@@ -211,11 +211,11 @@ class Windows(Transport):
     def _end_pieces(self) -> bool:
         """Note what is through; return whether there was anything."""
         before, self._under_way = self._under_way, []
-        for has_left, posted in before:
+        for has_left, posted, data in before:
             if has_left():
                 posted.left -= 1
             else:
-                self._under_way.append((has_left, posted))
+                self._under_way.append((has_left, posted, data))
         return len(self._under_way) < len(before)
 
     def _hear(self) -> None:

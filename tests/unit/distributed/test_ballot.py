@@ -1,8 +1,6 @@
 """All that can happen to three ranks in one decision: answers that come late or never, ranks that stand still at any
 point, counts that break off. Each step is the ballot's own; the rules that it replaced are shown to part ranks."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,10 +41,10 @@ class Rank:
         alone = self.refused or (self.said == "yes" and not self.bound)
         return False if alone and self.knows is None else self.knows
 
-    def asking(self, word: bool) -> Rank:
+    def asking(self, word: bool) -> "Rank":
         return replace(self, asks=self.asks | {word})
 
-    def after(self, act: Callable[[Ballot], None]) -> Rank:
+    def after(self, act: Callable[[Ballot], None]) -> "Rank":
         """The rank once its ballot has been through this."""
         ballot = Ballot("a")
         ballot.refusal, ballot.bound = "no" * self.refused, self.bound
@@ -63,7 +61,7 @@ class World:
     ranks: tuple[Rank, ...] = (Rank(),) * RANKS
     record: bool | None = None
 
-    def but(self, number: int, rank: Rank, record: bool | None = None) -> World:
+    def but(self, number: int, rank: Rank, record: bool | None = None) -> "World":
         others = (old for each, old in enumerate(self.ranks) if each != number)
         ranks = tuple(sorted((rank, *others), key=in_order))
         return World(ranks, self.record if record is None else record)
@@ -201,9 +199,6 @@ def reached(source: str) -> Iterator[str]:
 
 
 def test_each_point_has_a_name_and_each_name_a_point() -> None:
-    files = list(PACKAGE.rglob("*.py"))
-    found = {name for path in files for name in reached(path.read_text())}
-    assert found - {"phase"} == set(Phase.__members__), (
-        "name the point in eplb_runtime/distributed/consensus.py, and reach each"
-    )
+    found = {name for path in PACKAGE.rglob("*.py") for name in reached(path.read_text())}
+    assert found - {"phase"} == set(Phase.__members__), "name the point in distributed/consensus.py, and reach each"
     assert list(reached('self._probe(Phase.NEW, 1); probe("other", 2)')) == ["NEW", "'other'"]

@@ -57,20 +57,13 @@ class LostRanks:
     def __init__(self) -> None:
         store = dist.HashStore()
         self.groups = [Groups(rank, store) for rank in range(RANKS)]
-        self.closed = [0] * RANKS
         self.probes: list[Callable[[Phase, Any], None]] = [lambda phase, subject: None] * RANKS
         self.ranks = [self._of(rank) for rank in range(RANKS)]
         self._stepped = threading.Barrier(RANKS)
 
     def _of(self, rank: int) -> ControlChannel:
-        def transport(migration: Any, seconds: float) -> Any:
-            def close() -> None:
-                self.closed[rank] += 1
-
-            return SimpleNamespace(close=close)
-
         groups: Any = self.groups[rank]
-        return ControlChannel(groups, transport, Mock(), lambda phase, subject: self.probes[rank](phase, subject))
+        return ControlChannel(groups, Mock(), Mock(), lambda phase, subject: self.probes[rank](phase, subject))
 
     def step(
         self, boundaries: int, notice: tuple[int, ...] = (0, 0, 0), skips: Collection[tuple[int, int]] = ()
@@ -95,7 +88,8 @@ class LostRanks:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[LostRanks]:
+def job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[LostRanks]:
+    caplog.set_level(logging.INFO, "eplb_runtime")
     for of_torch in ("Agreement", "host_timeout"):
         monkeypatch.setattr(control_channel, of_torch, Mock())
     job = LostRanks()
@@ -104,12 +98,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[LostRanks]:
         groups.store.close()
 
 
-def raising(text: str, at: int) -> Callable[..., None]:
-    def fail(attempt: int) -> None:
-        if attempt == at:
-            raise RuntimeError(text)
-
-    return fail
+def fail_at_first(attempt: int) -> None:
+    if attempt == 1:
+        raise RuntimeError("made to fail")
 
 
 def held(job: LostRanks) -> list[list[str]]:
@@ -133,11 +124,10 @@ def test_all_ranks_meet_at_one_boundary_whenever_each_has_noticed(job: LostRanks
 def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
     job: LostRanks, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "eplb_runtime")
     if where == "the transport":
-        job.probes[1] = lambda at, attempt: raising("made to fail", 1)(attempt) if at is Phase.CONNECTED else None
+        job.probes[1] = lambda at, attempt: fail_at_first(attempt) if at is Phase.CONNECTED else None
     else:
-        job.groups[1].fails = raising("made to fail", 1)
+        job.groups[1].fails = fail_at_first
     taken = job.step(20)
     assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
     assert held(job) == [["control 2", "migration 2"]] * RANKS
@@ -149,7 +139,6 @@ def test_one_rank_that_fails_leaves_all_without_and_the_next_try_holds(
 def test_ranks_that_have_passed_the_step_are_named_and_the_next_try_holds(
     job: LostRanks, late: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "eplb_runtime")
     taken = job.step(20, skips={(rank, 2) for rank in late})
     assert len({tuple(each) for each in taken}) == 1 and len(taken[0]) == 1
     assert held(job) == [["control 2", "migration 2"]] * RANKS
@@ -159,7 +148,6 @@ def test_ranks_that_have_passed_the_step_are_named_and_the_next_try_holds(
 def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warning(
     job: LostRanks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "eplb_runtime")
     for groups in job.groups:
         groups.timeout_seconds = 0.3
     store = job.groups[2].store
@@ -174,10 +162,6 @@ def test_a_rank_that_never_comes_is_named_and_balancing_stays_off_with_one_warni
 
 
 def test_a_store_that_does_not_answer_ends_no_step(job: LostRanks) -> None:
-    class Silent:
-        def clone(self) -> dist.Store:
-            raise RuntimeError("gone")
-
-    job.groups[0].store = JobStore(Silent(), "job", 0.05)  # type: ignore[arg-type]
+    job.groups[0].store = JobStore(Mock(clone=Mock(side_effect=RuntimeError("gone"))), "job", 0.05)
     assert job.step(5) == [{}, {}, {}]
     assert job.ranks[0].reconnecting

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -193,14 +193,11 @@ def test_nccl_groups_are_made_with_a_watchdog_that_ends_nothing(
     if before is not None:
         monkeypatch.setenv(name, before)
 
-    class Nccl:
-        Options = SimpleNamespace
+    def nccl(*_: object) -> None:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("there is no NCCL here")
 
-        def __init__(self, *arguments: object) -> None:
-            seen.append(os.environ.get(name))
-            raise RuntimeError("there is no NCCL here")
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Mock(side_effect=nccl), raising=False)
     with pytest.raises(RuntimeError, match="no NCCL here"):
         make_group(store, "a name", [0], 0, "nccl", timedelta(seconds=9), "a test's")
     assert seen == ["1"] and os.environ.get(name) == before

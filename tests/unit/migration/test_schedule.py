@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.placements import some_homes
 
-from eplb_runtime.distributed.consensus import Verdict
+from eplb_runtime.distributed.consensus import Ballot, Verdict
 from eplb_runtime.migration.engine import MigrationProgress, PreparedMigration
 from eplb_runtime.migration.exchange import DIRECT_BYTES, Records, RoundExecutor, chains_of, packed_bytes, segments_of
-from eplb_runtime.migration.overlapped import LATE, Overlapped, next_rounds
+from eplb_runtime.migration.overlapped import LATE, InFlightRound, Overlapped, next_rounds
 from eplb_runtime.migration.schedule import Round, TransferSchedule, cut_into_permutations, make_schedule
 from eplb_runtime.moe.experts.registry import ExpertTensor, Record, RecordFormat
 from eplb_runtime.placement import EMPTY, Placement
@@ -189,6 +189,15 @@ def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
             flight.verdict = Verdict(False, "late", kind=LATE)
             assert flight.patience == 0.5
     assert "5 times" in progress.cause
+    driver._flights, driver._open = [InFlightRound(schedule.rounds[0], Ballot(""), True, 0.0)], {}
+    driver._flights[0].verdict = broken = Verdict(False, "late", True, LATE)
+    assert driver._close_rounds().verdict == broken, "it is not only sent again"
+
+
+def test_a_round_of_other_ranks_keeps_none_of_this_rank_from_leaving() -> None:
+    flights = [InFlightRound(round_of(layer, layer), Ballot(""), layer > 0, 0.0) for layer in range(3)]
+    Overlapped._post_ahead(Mock(), flights, Mock())
+    assert all(flight.posted for flight in flights)
 
 
 def test_copies_have_come_before_their_homes_are_written_and_are_made_anew_after() -> None:
