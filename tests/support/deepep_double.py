@@ -6,8 +6,6 @@ combine adds up in float32, by rank, what comes back, and gives bfloat16: betwee
 asserts, this asserts.
 """
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import struct

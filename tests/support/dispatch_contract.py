@@ -1,7 +1,5 @@
 """What every dispatcher promises, in pieces that tests run on ranks: batches, a dense reference, experts that move."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """DeepEP as Megatron-Core's flex dispatcher calls it, over torch.distributed: a token travels once to
 each rank that has any of its experts, and what ranks give back for it is added in float32, in the order of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ verification looks through all objects that are not, which was two thirds of wha
 them. What else each rank would find out for itself is found out here.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

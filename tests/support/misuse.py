@@ -3,8 +3,6 @@
 What a running job is told of itself is in `test_guard` and `test_layers_tried`: these are left to `verify`.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping

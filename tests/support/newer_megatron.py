@@ -4,8 +4,6 @@ Their wheels are for Python 3.12 and up. ``launch/test.sh`` unpacks them into fo
 their Python is run from there.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

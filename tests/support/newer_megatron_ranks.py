@@ -1,7 +1,5 @@
 """Imported by the process that ranks with Megatron-Core's newer version are forked from: seconds of each of them."""
 
-from __future__ import annotations
-
 from support.newer_megatron import importable
 
 importable()

@@ -2,8 +2,6 @@
 all map. A stream is the order of calls. The calls are those of nvshmem4py that the transport makes. For tests on a CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from pathlib import Path

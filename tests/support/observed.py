@@ -1,7 +1,5 @@
 """A job's events, made up: a small job rebalances, stays, loses its ranks and finds them again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -5,8 +5,6 @@
 runs all that the named packages (default: those that are installed) have, and prints a line for each.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """A small MoE model that is cut into pipeline stages, in float64."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ The test process hosts the store, as torchrun's agent does. Ranks are forked fro
 modules once, so a test costs a second and not ten.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

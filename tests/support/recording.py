@@ -3,8 +3,6 @@
 NCCL builds the communicator of a whole group at its first call, so a first call that only some ranks make never ends.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 ``python served.py SOCKET`` serves them, and ``python -S served.py SOCKET SCRIPT ARGUMENTS`` has one run with its own
 environment and output, waits, and ends as it did."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ A token travels once to each rank that has any of its experts, and what ranks gi
 the order of ranks. torchtitan's operators themselves are its own, registered for a CPU by `use`.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import dataclass

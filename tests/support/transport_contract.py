@@ -4,8 +4,6 @@ A case is a function ``(rank, transport)`` that asserts; ranks tell each other w
 by sleeping. ``run_cases`` gives back, for each case, what went wrong on this rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
