@@ -67,9 +67,10 @@ def fails_somewhere(rank: int) -> dict[str, str]:
         eplb.attach(None if odd else make_model("olmoe", experts=6))  # type: ignore[arg-type]
     said["no model"] = str(refused.value)
     said["no rank of its job"] = said_by(lambda: attach(rank, ranks=Ranks(job=(0, 1)) if odd else Ranks()))
-    undo = at(attaching, "cut_rows", fail) if odd else lambda: None
-    said["shard_experts"] = said_by(lambda: eplb.shard_experts(make_model("olmoe", experts=6)))
-    undo()
+    with pytest.MonkeyPatch.context() as patch:
+        if odd:
+            patch.setattr(attaching, "cut_rows", fail)
+        said["shard_experts"] = said_by(lambda: eplb.shard_experts(make_model("olmoe", experts=6)))
     attach(rank, AT_ONCE).close()
     return said
 
