@@ -1,5 +1,7 @@
 """A training job in a few calls: how a rank of a test attaches a model, and takes a step."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
