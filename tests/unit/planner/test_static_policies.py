@@ -17,7 +17,6 @@ from eplb_runtime.planner import CostModel, Plan, PlanError, plan
 from eplb_runtime.planner.cost import MOVE_DESTINATION_SLOT, MOVE_LAYER
 from eplb_runtime.planner.evaluate import lower_bound, predicted_imbalance
 from eplb_runtime.planner.policies.deepseek import balance
-from eplb_runtime.planner.policies.deepseek import balance as deepseek
 from eplb_runtime.planner.policies.free import balance as free
 from eplb_runtime.topology import Topology
 
@@ -48,7 +47,7 @@ def test_a_free_plan_is_valid_repeatable_and_between_the_bound_and_deepseeks(
         assert len(set(rank)) == slots_per_rank
     bound = lower_bound(load, num_ranks, slots_per_rank)
     assert (imbalance(load, slots, num_ranks) >= bound * (1 - 1e-9)).all()
-    theirs, _, _ = deepseek(load, num_ranks * slots_per_rank, 1, 1, num_ranks)
+    theirs, _, _ = balance(load, num_ranks * slots_per_rank, 1, 1, num_ranks)
     assert (imbalance(load, theirs, num_ranks) >= bound * (1 - 1e-5)).all()
 
 
@@ -195,10 +194,8 @@ def test_every_recorded_case_of_deepseek_eplb_is_planned_slot_for_slot(shared_da
     assert len(meta) == 36
     for case in meta:
         name = f"case{case['case']}_"
-        planned = balance(
-            cases[name + "load"], case["num_replicas"], case["num_groups"], case["num_nodes"], case["num_gpus"]
-        )
-        slots, by_expert, count = planned
+        sizes = (case[size] for size in ("num_replicas", "num_groups", "num_nodes", "num_gpus"))
+        slots, by_expert, count = balance(cases[name + "load"], *sizes)
         np.testing.assert_array_equal(slots, cases[name + "physical_to_logical"], err_msg=str(case))
         np.testing.assert_array_equal(count, cases[name + "expert_count"], err_msg=str(case))
         # Copies of one expert weigh the same, and the reference sorts unstably: which copy is the first is the whim of
