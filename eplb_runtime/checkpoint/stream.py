@@ -6,15 +6,13 @@ in what it has; then all agree to go on. Only then data travel, so a rank that h
 others before they wait for its data.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +21,13 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..balancer.balancer import Balancer
 from ..balancer.loop_state import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
 from ..moe.experts.slices import has_memory, whole_row
 from ..utils.checksums import as_bytes, checksum
 from ..utils.text import one_line
 from .state import JointAccess, LogicalView, Stored, TensorSpec, value_of
-
-if TYPE_CHECKING:
-    from ..balancer.balancer import Balancer
 
 NamedTensor = tuple[str, Tensor]
 BUCKET_BYTES = 1 << 26

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,14 +217,15 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
         assert differing(state, here.state()) == []
 
 
-def save_stages(rank: int, folder: str) -> str:
+def save_stages(rank: int, folder: str) -> list[str]:
     """Two stages x EP 2, under names that both stages have, and then under names of their own: saved, and streamed."""
     number = rank // 2
     ranks, config = Ranks(ep=(2 * number, 2 * number + 1), stages=(number,)), eplb.BalancerConfig(guard="off")
     stage = make_stages((2, 1))[number]
     optimizer = torch.optim.AdamW(stage.parameters())
     balancer = eplb.attach(stage, optimizer, config=config, ranks=ranks)
-    said = said_by(lambda: eplb.checkpoint.save(folder, stage, optimizer))
+    saves = [partial(eplb.checkpoint.save, folder, stage, optimizer, format=name) for name in ("safetensors", "dcp")]
+    said = [said_by(save) for save in saves]
     assert said_by(balancer.named_logical_tensors)
     balancer.close()
     named = nn.ModuleDict({f"stage{number}": make_stages((2, 1))[number]})
@@ -257,8 +259,9 @@ def save_stages(rank: int, folder: str) -> str:
 
 
 def test_stages_are_saved_together_under_names_of_their_own(tmp_path: Path) -> None:
-    said = run_ranks(4, save_stages, str(tmp_path))
+    said, of_dcp = zip(*run_ranks(4, save_stages, str(tmp_path)), strict=True)
     assert "pipeline stages need names of their own" in said[0]
+    assert all("DCP keeps one of each: use format='safetensors'" in text for text in of_dcp)
     assert all("rank 0 failed" in text for text in said[1:])
 
 
