@@ -73,7 +73,7 @@ class Entry:
 
 class LogicalView:
     """Names of everything in a model and its optimizer, and where the experts are; it owns nothing. CheckpointError:
-    the optimizer holds a tensor that is no parameter of the model.
+    the optimizer, or a module around the attached model, holds a tensor that is not of the model.
 
     Args:
         model: attached or not; DistributedDataParallel and torch.compile around it are looked through.
@@ -282,8 +282,11 @@ def why_merged(model: nn.Module) -> str:
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
     for module in model.modules():
-        balancer = module.__dict__.get("_eplb_runtime_balancer")
-        if balancer is not None:
+        if (balancer := module.__dict__.get("_eplb_runtime_balancer")) is not None:
+            inside = {id(tensor) for _, tensor in (*module.named_parameters(), *module.named_buffers())}
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if id(tensor) not in inside:
+                    raise CheckpointError(f"{name} is outside the attached model: give the attached model alone")
             return module, balancer
     wrapper = nn.parallel.DistributedDataParallel
     while isinstance(inner := getattr(model, "module" if isinstance(model, wrapper) else "_orig_mod", None), nn.Module):

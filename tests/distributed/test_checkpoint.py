@@ -282,6 +282,7 @@ def refused(rank: int, folder: str) -> None:
         "holds a tensor that is no parameter of this model": lambda: load(folder, model, sgd),
         "has shape (8, 32) in the state, (16, 32) in the model": lambda: take(wider, None, before),
         "has shape (4, ": lambda: take(model, optimizer, before | part),
+        "1.weight is outside the attached model": lambda: load(folder, nn.Sequential(model, nn.Linear(1, 1))),
         "several with different options when saved": lambda: load(folder, model, one_group),
     }
     assert_refused(cases)
