@@ -39,9 +39,7 @@ def save(folder: str | Path, view: LogicalView) -> None:
         raise CheckpointError("pipeline stages share names, and DCP keeps one of each: use format='safetensors'")
     access = JointAccess.of(view)
     if access.folder_has(Path(folder) / ".metadata"):
-        raise CheckpointError(
-            f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
-        )
+        raise CheckpointError(f"{folder} has a checkpoint, which DCP cannot replace in one step: give a new one")
     state: dict[str, Any] = {"model": {}}
     states: dict[str, dict[str, Any]] = {}
     for entry in view.entries():
@@ -136,14 +134,8 @@ class ExpertRows(Tensor):
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(next(iter(self.blocks.values())))
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        data = [TensorWriteData(chunk, properties, self.size()) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(fqn, one.chunk.offsets), WriteItemType.SHARD, tensor_data=one) for one in data]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

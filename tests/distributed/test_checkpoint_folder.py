@@ -4,6 +4,7 @@ What plain equality needs is in test_checkpoint.py; here are disks that fail, ra
 """
 
 import json
+import logging
 import os
 import random
 import resource
@@ -162,10 +163,12 @@ def fails_on_one(rank: int, folder: str) -> list[str]:
         disk.save_file = full if rank == 1 and what == "room" else write
         if rank == 1 and what == "kind":
             next(iter(optimizer.state.values()))["odd"] = object()
-        for save in (eplb.checkpoint.save, lambda *args: eplb.checkpoint.async_save(*args).result(60)):
-            with pytest.raises((OSError, CheckpointError)) as raised:
-                save(folder, model, optimizer)
+        for save in ("save", "async_save"):
+            with heard() as lines, pytest.raises((OSError, CheckpointError)) as raised:
+                getattr(eplb.checkpoint, save)(folder, model, optimizer).result(60)
             said.append(str(raised.value))
+            in_thread = what == "room" and save == "async_save"
+            assert [folder in line and said[-1] in line for line in lines] == [True] * in_thread
             assert files() == before
     return said
 
@@ -177,14 +180,15 @@ def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_st
 
 
 def save_in_the_background(rank: int, folder: str) -> list[State]:
-    """Training goes on, with a commit, while the first save is held; the second one and a load wait for it."""
+    """Training goes on, with a commit, while the first save is held; the second one waits for it, a load for that."""
+    assert "attach the model" in said_by(lambda: eplb.checkpoint.async_save(folder, nn.Linear(1, 1)))
     run = attached(rank, job()).train(3)
     model, optimizer, balancer = run.model, run.optimizer, run.balancer
     states = [run.state()]
-    begin, write = threading.Event(), disk._write
+    may_write, write = threading.Semaphore(0), disk._write
 
     def waiting(*args: Any) -> None:
-        assert begin.wait(60)
+        assert may_write.acquire(timeout=60)
         write(*args)
 
     disk._write = waiting
@@ -193,12 +197,17 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
     run.train(6)
     assert len(balancer.events.of_type(RebalanceCommitted)) > before
     states.append(run.state())
-    second = eplb.checkpoint.async_save(f"{folder}/1", model, optimizer)
-    run.train(1)
     assert not first.done()
-    begin.set()
+    threading.Timer(0.5, may_write.release).start()
+    with heard(logging.INFO) as lines:
+        second = eplb.checkpoint.async_save(f"{folder}/1", model, optimizer)
+    assert first.done(), "one copy of the state at most"
+    assert rank > 0 or f"checkpoint saved to {folder}/0, step 3 of the balancer" in lines
+    run.train(1)
+    assert not second.done()
+    may_write.release(2)
     eplb.checkpoint.load(f"{folder}/1", model, optimizer)
-    assert first.done() and second.done()
+    assert second.done()
     assert differing(states[1], run.state()) == []
     groups = [balancer.runtime.groups.background.group_name]
     balancer.close()
@@ -302,7 +311,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "was not saved: rank 0: FileExistsError": lambda: save(file, model, format="dcp"),
         "several with different options when saved": lambda: load(tmp_path / "dcp", model, optimizer),
         "groups.0.of.layers in": lambda: load(tmp_path / "nested", model, odd_options),
-        "has a checkpoint already, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
+        "has a checkpoint, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
     }
     assert_refused(cases)
     assert not (tmp_path / "odd").exists()
