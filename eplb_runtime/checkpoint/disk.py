@@ -206,6 +206,7 @@ def _to_json(value: Any, name: str) -> Any:
 @torch.no_grad()
 def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: Any) -> None:
     problem, token = f"{folder} was not saved", access.new_token()
+    mine = f"*-{access.number:05d}-*-{token}.*"
 
     def written() -> dict[str, Sealed]:
         files = write_tensors(folder, access.number, token, tensors)
@@ -214,10 +215,16 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
     try:
         of_ranks = access.gather((access.together(problem, written), numbers))
     except BaseException:
-        remove(folder, f"*-{access.number:05d}-*-{token}.*")
+        remove(folder, mine)
         raise
-    stages = [stage for _, stage in of_ranks if stage is not None]
     files = {name: known for of_rank, _ in of_ranks for name, known in of_rank.items()}
+    sizes = {folder / name: known[0] for name, known in files.items() if access.number == 0}
+    unseen = [str(path) for path, size in sizes.items() if not os.path.isfile(path) or path.stat().st_size != size]
+    # The first rank publishes after this meeting: from here on, files are removed only if it says that it does not.
+    if said := access.gather(unseen[:1])[0]:
+        remove(folder, mine)
+        raise CheckpointError(f"rank {access.ranks[0]} does not see {said[0]}: give a folder that all ranks see")
+    stages = [stage for _, stage in of_ranks if stage is not None]
     of_all = {
         "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
         "param_groups": [group for stage in stages for group in stage["param_groups"]] or None,

@@ -143,7 +143,7 @@ def kill_at(number: int) -> None:
 
 
 def fails_on_one(rank: int, folder: str) -> list[str]:
-    """What each rank hears where rank 1 has no room, and where JSON does not keep what its optimizer has."""
+    """What each rank hears: rank 1 has no room, JSON does not keep what its optimizer has, or folders are apart."""
     write, said = disk.save_file, []
 
     def full(*args: Any) -> None:
@@ -170,13 +170,16 @@ def fails_on_one(rank: int, folder: str) -> list[str]:
             in_thread = what == "room" and save == "async_save"
             assert [folder in line and said[-1] in line for line in lines] == [True] * in_thread
             assert files() == before
+    said.append(said_by(lambda: eplb.checkpoint.save(f"{folder}-of-rank-{rank}", model)))
+    assert os.listdir(f"{folder}-of-rank-{rank}") == []
     return said
 
 
 def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    one, other = run_ranks(2, fails_on_one, str(tmp_path))
+    (*one, unseen), (*other, unseen_too) = run_ranks(2, fails_on_one, str(tmp_path))
     assert all("was not saved: rank 1 failed" in text for text in one)
     assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
+    assert "rank 0 does not see" in unseen and unseen == unseen_too
 
 
 def save_in_the_background(rank: int, folder: str) -> list[State]:
