@@ -53,13 +53,14 @@ def test_a_free_plan_is_valid_repeatable_and_between_the_bound_and_deepseeks(
 
 def test_the_group_rule_keeps_groups_on_nodes() -> None:
     load = np.random.default_rng(1).lognormal(sigma=0.9, size=(6, 64))
-    strict = free(load, 8, 9, 8, 4)
-    for layer in strict:
-        nodes = layer.reshape(4, -1)
-        per_expert = [{n for n in range(4) if e in nodes[n]} for e in range(64)]
-        assert all(len(set.union(*per_expert[g * 8 : g * 8 + 8])) == 1 for g in range(8))
-    unruled = free(load, 8, 9).reshape(6, 4, -1)
-    assert any(len({n for n in range(4) if e in layer[n]}) > 1 for layer in unruled for e in range(64)), "the control"
+    assert groups_are_on_one_node(free(load, 8, 9, 8, 4), 4)
+    assert not groups_are_on_one_node(free(load, 8, 9), 4), "the control"
+
+
+def groups_are_on_one_node(slots: np.ndarray, num_nodes: int) -> bool:
+    """Each group of 8 experts, in each layer."""
+    group_LNP = slots.reshape(len(slots), num_nodes, -1) // 8
+    return all(sum(len({*group_P}) for group_P in group_NP) == len({*group_NP.flat}) for group_NP in group_LNP)
 
 
 @pytest.mark.parametrize("policy", ["free", "hierarchical", "deepseek"])
@@ -73,6 +74,7 @@ def test_a_budget_of_moves_is_kept_and_no_layer_gets_worse(policy: str, budget: 
     assert made.moved_slots <= budget
     assert made.imbalance_before is not None
     assert (made.imbalance_after <= made.imbalance_before).all()
+    assert policy == "free" or groups_are_on_one_node(made.placement.physical_to_logical, topology.num_nodes)
 
 
 def arrivals(before: Placement, after: Placement) -> int:
@@ -149,10 +151,7 @@ def test_three_tensors_that_agree_and_a_plan_no_worse_than_eplb(groups: int, nod
 
 def test_groups_stay_on_their_node() -> None:
     by_slot, _, _ = eplb_runtime.rebalance_experts(WEIGHT, 80, 8, 2, 8)
-    node_of_group = [
-        [set((by_slot[layer, half] // 8).tolist()) for half in (slice(0, 40), slice(40, 80))] for layer in range(3)
-    ]
-    assert all(not first & second for first, second in node_of_group)
+    assert groups_are_on_one_node(by_slot.numpy(), 2)
 
 
 @pytest.mark.parametrize(("slots", "groups", "nodes", "ranks"), [(160, 64, 16, 32), (72 * 8, 1, 1, 8)])
