@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,11 +33,13 @@ _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups."
 
 
 def save(folder: str | Path, view: LogicalView) -> None:
-    """Write a DCP checkpoint of the view. Collective. CheckpointError: the folder has one already, or a rank failed."""
-    if JointAccess.of(view).folder_has(Path(folder) / ".metadata"):
-        raise CheckpointError(
-            f"{folder} has a checkpoint already, which DCP cannot replace in one step: give a new one"
-        )
+    """Write a DCP checkpoint of the view. Collective. CheckpointError: the model is one of several pipeline stages, the
+    folder has a checkpoint already, or a rank failed."""
+    if view.in_stages:
+        raise CheckpointError("pipeline stages share names, and DCP keeps one of each: use format='safetensors'")
+    access = JointAccess.of(view)
+    if access.folder_has(Path(folder) / ".metadata"):
+        raise CheckpointError(f"{folder} has a checkpoint, which DCP cannot replace in one step: give a new one")
     state: dict[str, Any] = {"model": {}}
     states: dict[str, dict[str, Any]] = {}
     for entry in view.entries():
@@ -52,8 +53,8 @@ def save(folder: str | Path, view: LogicalView) -> None:
         state["optimizer"] = {"state": states, "param_groups": view.named_groups}
     if view.balancer is not None:
         state["eplb_runtime"] = json.dumps({"balancer": view.balancer.state_dict()})
-    with _in_a_line(f"{folder} was not saved"):
-        dcp.save(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    with _in_a_line(f"{folder} was not saved", access):
+        dcp.save(state, checkpoint_id=str(folder), process_group=access.group, no_dist=access.group is None)
 
 
 class FolderOfDCP(Saved):
@@ -78,7 +79,7 @@ class FolderOfDCP(Saved):
                 self._fqns[key], self.tensors[key] = fqn, spec
             elif of_optimizer or fqn == "eplb_runtime":
                 small[fqn] = None if spec is None else torch.empty(spec.shape, dtype=spec.dtype)
-        self._read(small, alone=True)
+        self._read(small, JointAccess(None, torch.device("cpu")))
         groups: dict[int, dict[str, Any]] = {}
         for fqn in (fqn for fqn in small if fqn.startswith(_GROUPS)):
             number, _, option = fqn.removeprefix(_GROUPS).partition(".")
@@ -89,16 +90,16 @@ class FolderOfDCP(Saved):
 
     def fill(self, view: LogicalView, entries: Sequence[Entry]) -> None:
         """Read the saved values of all ``entries`` into their live tensors, in one ``dcp.load``. Collective."""
-        self._read({self._fqns[one.key]: _as_saved(view, one) for one in entries}, alone=not dist.is_initialized())
+        self._read({self._fqns[one.key]: _as_saved(view, one) for one in entries}, JointAccess.of(view))
 
-    def _read(self, entries: dict[str, Any], alone: bool) -> None:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _in_a_line(f"{self.name} cannot be read"):
-            dcp.load(entries, storage_reader=self._reader, planner=planner, no_dist=alone)
+    def _read(self, entries: dict[str, Any], access: JointAccess) -> None:
+        planner, group = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), access.group
+        with _in_a_line(f"{self.name} cannot be read", access):
+            dcp.load(entries, process_group=group, storage_reader=self._reader, planner=planner, no_dist=group is None)
 
 
 @contextmanager
-def _in_a_line(what: str) -> Iterator[None]:
+def _in_a_line(what: str, access: JointAccess) -> Iterator[None]:
     """DCP raises a traceback of each rank, and warns in every single-process call that it is one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -106,7 +107,7 @@ def _in_a_line(what: str) -> Iterator[None]:
             yield
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise CheckpointError(f"{what}: rank {rank}: {one_line(cause, with_type=True)}") from None
+            raise CheckpointError(f"{what}: rank {access.ranks[rank]}: {one_line(cause, with_type=True)}") from None
 
 
 def _as_saved(view: LogicalView, entry: Entry) -> Tensor:
@@ -133,14 +134,8 @@ class ExpertRows(Tensor):
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(next(iter(self.blocks.values())))
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        data = [TensorWriteData(chunk, properties, self.size()) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(fqn, one.chunk.offsets), WriteItemType.SHARD, tensor_data=one) for one in data]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

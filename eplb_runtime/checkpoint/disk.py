@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -65,34 +65,41 @@ def save(folder: str | Path, model: nn.Module, optimizer: Given = None, *, forma
     format, or another rank failed; OSError: this rank could not write. The folder is as it was then."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("save")
+    wait_for_last_save(view)
     if format == "dcp":
         dcp.save(folder, view)
     elif format == "safetensors":
-        wait(last_save(view))
         _write(Path(folder), view, *_content(folder, view))
     else:
         raise CheckpointError(f"format={format!r} is unknown; choose one of: safetensors, dcp")
-    log("saved to", folder, view)
+    log("saved to", folder, step_of(view))
 
 
 def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) -> Future[None]:
     """Copy what this rank writes (see `save`) to the CPU, and write it on a thread while training goes on. Collective,
-    between steps. The thread talks over a group of the balancer's own, so that it cannot meet training's collectives.
-    The model keeps the future that is returned: the next save or load of the model waits for it. The future is done
-    when all is on disk; its ``result()`` raises errors."""
+    between steps. Waits for the last `async_save` of this model first, so that memory holds one copy at most; the next
+    save or load waits for this one. The thread talks over a group of the balancer's own, so that it cannot meet
+    training's collectives. The future is done when all is on disk, or ``result()`` raises why not; either is logged.
+    Raises CheckpointError: the model is not attached, and there are several ranks; or as `save`."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("async_save")
-    before = last_save(view)
-    if view.balancer is None:
-        wait(before)  # its thread talks over the same group
+    if view.balancer is None and len(JointAccess.of(view).ranks) > 1:
+        raise CheckpointError("async_save needs a group of the balancer's own: attach the model, or use save")
+    wait_for_last_save(view)
     access, live, numbers = _content(folder, view)
     tensors = [(part, name, value.to("cpu", copy=True)) for part, name, value in live]
     if view.balancer is not None:
         access = JointAccess(view.balancer.runtime.groups.background, torch.device("cpu"))
+    step = step_of(view)
 
     def write() -> None:
-        wait(before)
-        _write(Path(folder), view, access, tensors, numbers)
+        try:
+            _write(Path(folder), view, access, tensors, numbers)
+        except BaseException as error:
+            tensors.clear()  # the traceback would keep them
+            logger.warning("checkpoint not saved to %s: %s", folder, one_line(error, with_type=True))
+            raise
+        log("saved to", folder, step)
 
     worker = ThreadPoolExecutor(1, thread_name_prefix="eplb_runtime save")
     saving = worker.submit(write)
@@ -101,16 +108,19 @@ def async_save(folder: str | Path, model: nn.Module, optimizer: Given = None) ->
     return saving
 
 
-def last_save(view: LogicalView) -> list[Future[None]]:
-    """Return the future of this model's last `async_save` in a list, to wait for; an empty list: there was none."""
-    saving: list[Future[None]] = view.model.__dict__.get("_eplb_runtime_saving", [])
-    return saving
+def wait_for_last_save(view: LogicalView) -> None:
+    """Wait until this model's last `async_save`, if there was one, has ended or failed."""
+    wait(view.model.__dict__.get("_eplb_runtime_saving", ()))
 
 
-def log(what: str, folder: str | Path, view: LogicalView) -> None:
-    """Log a line on rank 0: what was done, the folder, and the step of the balancer."""
+def step_of(view: LogicalView) -> str:
+    """Return which step of the balancer it is, for `log`; "": there is no balancer."""
+    return "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
+
+
+def log(what: str, folder: str | Path, step: str) -> None:
+    """Log a line on rank 0: what was done, the folder, and `step_of` the balancer."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        step = "" if view.balancer is None else f", step {view.balancer.rebalancer.step} of the balancer"
         logger.info("checkpoint %s %s%s", what, folder, step)
 
 
@@ -196,6 +206,7 @@ def _to_json(value: Any, name: str) -> Any:
 @torch.no_grad()
 def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterable[Named], numbers: Any) -> None:
     problem, token = f"{folder} was not saved", access.new_token()
+    mine = f"*-{access.number:05d}-*-{token}.*"
 
     def written() -> dict[str, Sealed]:
         files = write_tensors(folder, access.number, token, tensors)
@@ -204,10 +215,16 @@ def _write(folder: Path, view: LogicalView, access: JointAccess, tensors: Iterab
     try:
         of_ranks = access.gather((access.together(problem, written), numbers))
     except BaseException:
-        remove(folder, f"*-{access.number:05d}-*-{token}.*")
+        remove(folder, mine)
         raise
-    stages = [stage for _, stage in of_ranks if stage is not None]
     files = {name: known for of_rank, _ in of_ranks for name, known in of_rank.items()}
+    sizes = {folder / name: known[0] for name, known in files.items() if access.number == 0}
+    unseen = [str(path) for path, size in sizes.items() if not os.path.isfile(path) or path.stat().st_size != size]
+    # The first rank publishes after this meeting: from here on, files are removed only if it says that it does not.
+    if said := access.gather(unseen[:1])[0]:
+        remove(folder, mine)
+        raise CheckpointError(f"rank {access.ranks[0]} does not see {said[0]}: give a folder that all ranks see")
+    stages = [stage for _, stage in of_ranks if stage is not None]
     of_all = {
         "layout": {key: stored for stage in stages for key, stored in stage["layout"].items()},
         "param_groups": [group for stage in stages for group in stage["param_groups"]] or None,
@@ -245,8 +262,7 @@ def write_tensors(
         if batch:
             write()
     except BaseException:
-        for _ in remaining:
-            pass  # other ranks gather what is sharded with this one
+        deque(remaining, maxlen=0)  # other ranks gather what is sharded with this one
         raise
     return written
 
@@ -276,9 +292,7 @@ def _publish(
     """Make the files of all ranks, and numbers, the checkpoint of this folder, in one step, and remove the old one."""
     try:
         if (folder / "model.safetensors").exists():
-            raise CheckpointError(
-                f"{folder} has a model.safetensors, which would be read in its place: give another folder"
-            )
+            raise CheckpointError(f"{folder} has a model.safetensors, which would be read instead: give another folder")
         indexes = _indexes(folder, files)
         if view.folders is not None:
             view.folders.write_config(view, folder)
@@ -304,13 +318,11 @@ def _indexes(folder: Path, files: Mapping[str, Sealed]) -> dict[str, bytes]:
         index["metadata"]["total_size"] += size
         for name in names:
             other = index["weight_map"].setdefault(name, file)
-            if other != file and not torch.equal(
-                *(as_bytes(_opened(folder / f).get_tensor(name)) for f in (other, file))
-            ):
-                raise CheckpointError(
-                    f"{folder}: ranks have different tensors under the name {name}: pipeline stages need names of "
-                    "their own"
-                )
+            if other == file:
+                continue
+            one, two = (as_bytes(_opened(folder / path).get_tensor(name)) for path in (other, file))
+            if not torch.equal(one, two):
+                raise CheckpointError(f"{folder}: ranks differ in {name}: pipeline stages need names of their own")
     return {file: json.dumps(index, indent=2, sort_keys=True).encode() for file, index in indexes.items()}
 
 

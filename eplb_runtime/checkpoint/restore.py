@@ -2,7 +2,6 @@
 state in memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Given = None, *, warm_
     nothing is changed then."""
     view = LogicalView(model, optimizer)
     view.refuse_freed("load", patient=True)
-    wait(disk.last_save(view))
+    disk.wait_for_last_save(view)
     access, path = JointAccess.of(view), Path(folder)
     ours = access.folder_has(path / disk.MARKER)
 
@@ -47,7 +46,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: Given = None, *, warm_
         view.restore_placement(saved.balancer)
     access.together(f"{folder} was not loaded, the model is a mixture now", write)
     view.weights_changed()
-    disk.log("loaded from", folder, view)
+    disk.log("loaded from", folder, disk.step_of(view))
 
 
 @torch.no_grad()
@@ -125,10 +124,9 @@ def fitted(view: LogicalView, saved: Saved, *parts: str) -> Callable[[], None]:
     known = {entry.key: entry for entry in view.entries(*parts)}
     if missing := next((key for key in known if key not in saved.tensors), ""):
         raise CheckpointError(f"{saved.name} has no {missing}: it was saved from another model")
-    unknown = sorted(key for key in saved.tensors if key not in known and key.startswith("model."))
-    if unknown and not view.in_stages:
-        raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
     if not view.in_stages:
+        if unknown := sorted(key for key in saved.tensors.keys() - known.keys() if key.startswith("model.")):
+            raise CheckpointError(f"{unknown[0]} in {saved.name} has no place in the model ({len(unknown)} such)")
         left = {key.removeprefix("extra.") for key in saved.tensors.keys() - known.keys() if key.startswith("extra.")}
         warn_of_left_out("%s in the checkpoint is not loaded: call balancer.register for it before the load", left)
     states = _states(view, saved) if view.optimizers else {}

@@ -1,7 +1,5 @@
 """State in logical order: what a model and its optimizer hold, on any ranks and slots; and how ranks agree on it."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +39,7 @@ class TensorSpec:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
+    def of(cls, tensor: Tensor) -> Self:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -75,7 +73,7 @@ class Entry:
 
 class LogicalView:
     """Names of everything in a model and its optimizer, and where the experts are; it owns nothing. CheckpointError:
-    the optimizer holds a tensor that is no parameter of the model.
+    the optimizer, or a module around the attached model, holds a tensor that is not of the model.
 
     Args:
         model: attached or not; DistributedDataParallel and torch.compile around it are looked through.
@@ -284,8 +282,11 @@ def why_merged(model: nn.Module) -> str:
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
     for module in model.modules():
-        balancer = module.__dict__.get("_eplb_runtime_balancer")
-        if balancer is not None:
+        if (balancer := module.__dict__.get("_eplb_runtime_balancer")) is not None:
+            inside = {id(tensor) for _, tensor in (*module.named_parameters(), *module.named_buffers())}
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if id(tensor) not in inside:
+                    raise CheckpointError(f"{name} is outside the attached model: give the attached model alone")
             return module, balancer
     wrapper = nn.parallel.DistributedDataParallel
     while isinstance(inner := getattr(model, "module" if isinstance(model, wrapper) else "_orig_mod", None), nn.Module):
@@ -326,12 +327,12 @@ class JointAccess:
     that fails still takes part, and every rank raises at the next check: none waits for one that gave up."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self.group, self._device = group, device
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self.number = 0 if group is None else group.rank()
 
     @classmethod
-    def of(cls, view: LogicalView) -> JointAccess:
+    def of(cls, view: LogicalView) -> Self:
         """Return the access of all ranks of the model's job; not attached: of the world, or of this process alone."""
         if view.balancer is not None:
             return cls(view.balancer.runtime.groups.everyone, view.balancer.runtime.device)
@@ -358,7 +359,7 @@ class JointAccess:
 
     def gather(self, mine: Any) -> list[Any]:
         """Return a list of every rank's ``mine``, a value that JSON can say. Collective."""
-        return [mine] if self._group is None else gather_json(mine, self._group, self._device)
+        return [mine] if self.group is None else gather_json(mine, self.group, self._device)
 
     def new_token(self) -> str:
         """Return 16 random hexadecimal digits, for the names of a save's files, equal on all ranks. Collective."""

@@ -6,15 +6,13 @@ in what it has; then all agree to go on. Only then data travel, so a rank that h
 others before they wait for its data.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..balancer.balancer import Balancer
 from ..balancer.loop_state import TensorStream
 from ..distributed.consensus import all_equal, first_problem, gather_bytes, maxima
 from ..moe.experts.slices import has_memory, whole_row
@@ -30,13 +29,9 @@ from ..utils.checksums import as_bytes, checksum
 from ..utils.text import one_line
 from .state import JointAccess, LogicalView, Stored, TensorSpec, value_of
 
-if TYPE_CHECKING:
-    from ..balancer.balancer import Balancer
-
 NamedTensor = tuple[str, Tensor]
 BUCKET_BYTES = 1 << 26
 """Of a bucket, where no consumer says how much it takes."""
-_MOST_NAMED = 8
 
 
 class ExportError(RuntimeError):
@@ -409,7 +404,7 @@ class Exporter:
         stream, states = LogicalTensors(tensors, BUCKET_BYTES, seconds), dict.fromkeys(specs, 0)
         for name, tensor in stream:  # 0: no rank has given it, 1: equal, 2: another
             if name in theirs:
-                states[name] = 1 if theirs[name] == _checksum(tensor) else 2
+                states[name] = 1 if theirs[name] == checksum([as_bytes(tensor)]) else 2
         outcome = run(lambda group, _: maxima(torch.tensor([*states.values()], dtype=torch.uint8), group)).tolist()
         states = dict(zip(specs, outcome, strict=True))
         if wrong := [name for name, state in states.items() if state == 2]:
@@ -440,10 +435,6 @@ class Exporter:
         return tensors
 
 
-def _checksum(tensor: Tensor) -> bytes:
-    return checksum([as_bytes(tensor.detach().contiguous())])
-
-
 def _given(specs: Mapping[str, TensorSpec], given: object, device: torch.device) -> tuple[dict[str, bytes], str]:
     """The checksums of what was given here, and what is wrong with it."""
     theirs: dict[str, bytes] = {}
@@ -455,12 +446,12 @@ def _given(specs: Mapping[str, TensorSpec], given: object, device: torch.device)
             if TensorSpec.of(tensor) != spec:
                 was, kind = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)} (dtype= casts)"
                 return theirs, f"verify_export was given {name} as {was}; the model's is {kind}"
-            theirs[name] = _checksum(tensor.to(device))
+            theirs[name] = checksum([as_bytes(tensor.to(device).contiguous())])
     except Exception as error:
         return theirs, f"the weights to verify could not be read: {one_line(error, with_type=True)}"
     return theirs, ""
 
 
-def _first(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _first(names: Sequence[str], most: int = 8) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

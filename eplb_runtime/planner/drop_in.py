@@ -8,8 +8,8 @@ from ..load import checked_load
 from ..placement import Placement
 from ..topology import Topology
 from .api import check_whole_number, plan
+from .policies.align import has_rule
 from .policies.deepseek import balance
-from .policies.free import has_rule
 from .types import PlanError
 
 if TYPE_CHECKING:

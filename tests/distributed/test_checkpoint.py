@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import eplb_runtime as eplb
+from eplb_runtime.distributed.ranks import Ranks
 from eplb_runtime.events import RebalanceAborted
 from eplb_runtime.planner.policies import shuffled
 
@@ -61,7 +62,7 @@ job = partial(Job, optimizer=ADAMW, batches=share_of_step, planner=plan_shuffle)
 def attached(rank: int, job: Job) -> Run:
     """Experts are anywhere, otherwise than in logical order in each layer, and for each seed."""
     replica_slots = job.settings.get("replica_slots", 0)
-    ranks = job.ep or dist.get_world_size()
+    ranks = job.ep or len(job.settings.get("ranks", Ranks()).job or range(dist.get_world_size()))
     start = eplb.Placement.initial(2, EXPERTS, ranks, replica_slots).with_epoch(2 * job.seed)
     scrambled = shuffled(start, np.ones((2, EXPERTS))).with_epoch(0)
     settings = {"interval": 3, "lag": 1, "initial_placement": scrambled, **job.settings}
@@ -244,8 +245,10 @@ def test_wrappers_are_looked_through() -> None:
 
 
 def roll_back(rank: int, folder: str) -> None:
-    """A load into a job that runs: its optimizer has state to load into."""
-    run = attached(rank, job()).train(BEFORE)
+    """A load into a job that runs: its optimizer has state to load into. Rank 0 is not of the job, and never comes."""
+    if rank == 0:
+        return
+    run = attached(rank, job(settings={"ranks": Ranks(job=(1, 2))})).train(BEFORE)
     eplb.checkpoint.save(folder, run.model, run.optimizer, format="dcp")
     expected, placement = run.state(), run.balancer.placement
     losses = run.train(AFTER).losses[BEFORE:]
@@ -260,7 +263,7 @@ def roll_back(rank: int, folder: str) -> None:
 
 
 def test_a_running_job_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
-    run_ranks(2, roll_back, str(tmp_path / "checkpoint"))
+    run_ranks(3, roll_back, str(tmp_path / "checkpoint"))
 
 
 def refused(rank: int, folder: str) -> None:
@@ -279,6 +282,7 @@ def refused(rank: int, folder: str) -> None:
         "holds a tensor that is no parameter of this model": lambda: load(folder, model, sgd),
         "has shape (8, 32) in the state, (16, 32) in the model": lambda: take(wider, None, before),
         "has shape (4, ": lambda: take(model, optimizer, before | part),
+        "1.weight is outside the attached model": lambda: load(folder, nn.Sequential(model, nn.Linear(1, 1))),
         "several with different options when saved": lambda: load(folder, model, one_group),
     }
     assert_refused(cases)

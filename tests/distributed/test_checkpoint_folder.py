@@ -4,6 +4,7 @@ What plain equality needs is in test_checkpoint.py; here are disks that fail, ra
 """
 
 import json
+import logging
 import os
 import random
 import resource
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +143,7 @@ def kill_at(number: int) -> None:
 
 
 def fails_on_one(rank: int, folder: str) -> list[str]:
-    """What each rank hears where rank 1 has no room, and where JSON does not keep what its optimizer has."""
+    """What each rank hears: rank 1 has no room, JSON does not keep what its optimizer has, or folders are apart."""
     write, said = disk.save_file, []
 
     def full(*args: Any) -> None:
@@ -161,29 +163,35 @@ def fails_on_one(rank: int, folder: str) -> list[str]:
         disk.save_file = full if rank == 1 and what == "room" else write
         if rank == 1 and what == "kind":
             next(iter(optimizer.state.values()))["odd"] = object()
-        for save in (eplb.checkpoint.save, lambda *args: eplb.checkpoint.async_save(*args).result(60)):
-            with pytest.raises((OSError, CheckpointError)) as raised:
-                save(folder, model, optimizer)
+        for save in ("save", "async_save"):
+            with heard() as lines, pytest.raises((OSError, CheckpointError)) as raised:
+                getattr(eplb.checkpoint, save)(folder, model, optimizer).result(60)
             said.append(str(raised.value))
+            in_thread = what == "room" and save == "async_save"
+            assert [folder in line and said[-1] in line for line in lines] == [True] * in_thread
             assert files() == before
+    said.append(said_by(lambda: eplb.checkpoint.save(f"{folder}-of-rank-{rank}", model)))
+    assert os.listdir(f"{folder}-of-rank-{rank}") == []
     return said
 
 
 def test_a_rank_that_cannot_save_is_named_on_all_ranks_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    one, other = run_ranks(2, fails_on_one, str(tmp_path))
+    (*one, unseen), (*other, unseen_too) = run_ranks(2, fails_on_one, str(tmp_path))
     assert all("was not saved: rank 1 failed" in text for text in one)
     assert all("No space left" in text for text in other[:2]) and all("odd is a" in text for text in other[2:])
+    assert "rank 0 does not see" in unseen and unseen == unseen_too
 
 
 def save_in_the_background(rank: int, folder: str) -> list[State]:
-    """Training goes on, with a commit, while the first save is held; the second one and a load wait for it."""
+    """Training goes on, with a commit, while the first save is held; the second one waits for it, a load for that."""
+    assert "attach the model" in said_by(lambda: eplb.checkpoint.async_save(folder, nn.Linear(1, 1)))
     run = attached(rank, job()).train(3)
     model, optimizer, balancer = run.model, run.optimizer, run.balancer
     states = [run.state()]
-    begin, write = threading.Event(), disk._write
+    may_write, write = threading.Semaphore(0), disk._write
 
     def waiting(*args: Any) -> None:
-        assert begin.wait(60)
+        assert may_write.acquire(timeout=60)
         write(*args)
 
     disk._write = waiting
@@ -192,12 +200,17 @@ def save_in_the_background(rank: int, folder: str) -> list[State]:
     run.train(6)
     assert len(balancer.events.of_type(RebalanceCommitted)) > before
     states.append(run.state())
-    second = eplb.checkpoint.async_save(f"{folder}/1", model, optimizer)
-    run.train(1)
     assert not first.done()
-    begin.set()
+    threading.Timer(0.5, may_write.release).start()
+    with heard(logging.INFO) as lines:
+        second = eplb.checkpoint.async_save(f"{folder}/1", model, optimizer)
+    assert first.done(), "one copy of the state at most"
+    assert rank > 0 or f"checkpoint saved to {folder}/0, step 3 of the balancer" in lines
+    run.train(1)
+    assert not second.done()
+    may_write.release(2)
     eplb.checkpoint.load(f"{folder}/1", model, optimizer)
-    assert first.done() and second.done()
+    assert second.done()
     assert differing(states[1], run.state()) == []
     groups = [balancer.runtime.groups.background.group_name]
     balancer.close()
@@ -216,14 +229,15 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
         assert differing(state, here.state()) == []
 
 
-def save_stages(rank: int, folder: str) -> str:
+def save_stages(rank: int, folder: str) -> list[str]:
     """Two stages x EP 2, under names that both stages have, and then under names of their own: saved, and streamed."""
     number = rank // 2
     ranks, config = Ranks(ep=(2 * number, 2 * number + 1), stages=(number,)), eplb.BalancerConfig(guard="off")
     stage = make_stages((2, 1))[number]
     optimizer = torch.optim.AdamW(stage.parameters())
     balancer = eplb.attach(stage, optimizer, config=config, ranks=ranks)
-    said = said_by(lambda: eplb.checkpoint.save(folder, stage, optimizer))
+    saves = [partial(eplb.checkpoint.save, folder, stage, optimizer, format=name) for name in ("safetensors", "dcp")]
+    said = [said_by(save) for save in saves]
     assert said_by(balancer.named_logical_tensors)
     balancer.close()
     named = nn.ModuleDict({f"stage{number}": make_stages((2, 1))[number]})
@@ -257,8 +271,9 @@ def save_stages(rank: int, folder: str) -> str:
 
 
 def test_stages_are_saved_together_under_names_of_their_own(tmp_path: Path) -> None:
-    said = run_ranks(4, save_stages, str(tmp_path))
+    said, of_dcp = zip(*run_ranks(4, save_stages, str(tmp_path)), strict=True)
     assert "pipeline stages need names of their own" in said[0]
+    assert all("DCP keeps one of each: use format='safetensors'" in text for text in of_dcp)
     assert all("rank 0 failed" in text for text in said[1:])
 
 
@@ -299,7 +314,7 @@ def test_what_cannot_be_saved_or_read_gets_one_line(tmp_path: Path) -> None:
         "was not saved: rank 0: FileExistsError": lambda: save(file, model, format="dcp"),
         "several with different options when saved": lambda: load(tmp_path / "dcp", model, optimizer),
         "groups.0.of.layers in": lambda: load(tmp_path / "nested", model, odd_options),
-        "has a checkpoint already, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
+        "has a checkpoint, which DCP cannot": lambda: save(tmp_path / "dcp", model, format="dcp"),
     }
     assert_refused(cases)
     assert not (tmp_path / "odd").exists()

@@ -64,9 +64,8 @@ def resolve(
         named_RS[names(now_RS, new_RS, node_ranks)] = new_RS
     slots_LP = (keep_slots(_numbered(now_LRS), _numbered(named_LRS)) // current.slots_per_rank).reshape(planned.shape)
     moved_L = (named_LRS[..., :, None] != now_LRS[..., None, :]).all(axis=-1).sum(axis=(1, 2))
-    gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(
-        request.forecast, Placement(slots_LP, experts, topology.num_ranks)
-    )
+    near = Placement(slots_LP, experts, topology.num_ranks)
+    gain_L = predicted_imbalance(request.forecast, current) - predicted_imbalance(request.forecast, near)
     value = [np.array([0.0, -gain]) for gain in np.maximum(gain_L, 0.0)]
     slot_bytes = request.slot_bytes[0 if request.layout == "home" else 1]
     cost = [np.array([[0, 0], [moved, moved * slot_bytes]]) for moved in moved_L.tolist()]
@@ -75,6 +74,11 @@ def resolve(
     stays_L = (gain_L <= 0) | ~fits_L
     slots_LP[stays_L] = current.physical_to_logical[stays_L]
     return Placement(slots_LP, experts, topology.num_ranks, epoch=current.epoch)
+
+
+def has_rule(groups: int, num_nodes: int) -> bool:
+    """Return whether each group stays on one node: there are several groups, and as many on each of several nodes."""
+    return groups > 1 and num_nodes > 1 and groups % num_nodes == 0
 
 
 def _numbered(slot_LRS: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...placement import EMPTY, Placement
 from ..forecast import deal
 from ..types import PlanError, PlanRequest
-from .align import align, resolve
+from .align import align, has_rule, resolve
 
 Array = NDArray[np.int32]
 
@@ -25,10 +25,11 @@ def deepseek(request: PlanRequest) -> Placement:
     Raises:
         PlanError: replica slots of the current placement hold experts.
     """
-    topology, ranks, start = request.topology, request.topology.num_ranks, request.start
+    nodes, ranks, start = request.topology.num_nodes, request.topology.num_ranks, request.start
     if request.layout == "free":
-        planned, _, _ = balance(request.forecast, request.num_slots, request.groups, topology.num_nodes, ranks)
-        return resolve(request, planned, request.current if request.is_limited else None)
+        planned, _, _ = balance(request.forecast, request.num_slots, request.groups, nodes, ranks)
+        current = request.current if request.is_limited else None
+        return resolve(request, planned, current, keep_nodes=has_rule(request.groups, nodes))
     if (start.replicas_LRK != EMPTY).any():
         raise PlanError("policy 'deepseek' moves homes alone, and replicas stand: choose incremental")
     planned = deal(request.forecast, ranks)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...placement import Placement
 from ...utils.jit import jit
 from ..types import PlanError, PlanRequest
-from .align import resolve
+from .align import has_rule, resolve
 from .deepseek import balance as balance_deepseek
 
 FloatArray = NDArray[np.float64]
@@ -33,11 +33,6 @@ def free(request: PlanRequest) -> Placement:
     ranks, nodes = request.topology.num_ranks, request.topology.num_nodes
     planned = balance(request.forecast, ranks, request.slots_per_rank, groups, nodes)
     return resolve(request, planned, request.current, keep_nodes=has_rule(groups, nodes))
-
-
-def has_rule(groups: int, num_nodes: int) -> bool:
-    """Return whether each group stays on one node: there are several groups, and as many on each of several nodes."""
-    return groups > 1 and num_nodes > 1 and groups % num_nodes == 0
 
 
 def balance(load: ArrayLike, num_ranks: int, slots_per_rank: int, groups: int = 1, num_nodes: int = 1) -> IntArray:

@@ -90,15 +90,12 @@ def judged(placement: Placement, windows: np.ndarray) -> float:
 def test_over_time_it_beats_full_replans_and_moves_a_tenth_as_much(shared_data: Path, series: str) -> None:
     load = np.load(shared_data / f"gpt_oss_20b_expert_load_{series}.npz")["load"].astype(float)
     replans = range(5, len(load) - 4, 5)
-    full = [
-        np.mean(
-            [
-                judged(Placement(balance(exponential(load[:at], newest), 40, 1, 1, 8)[0], 32, 8), load[at : at + 5])
-                for at in replans
-            ]
-        )
-        for newest in (0.5, 0.3, 0.2, 0.1, 0.07)
-    ]
+
+    def replanned(at: int, newest: float) -> float:
+        slots = balance(exponential(load[:at], newest), 40, 1, 1, 8)[0]
+        return judged(Placement(slots, 32, 8), load[at : at + 5])
+
+    full = [np.mean([replanned(at, newest) for at in replans]) for newest in (0.5, 0.3, 0.2, 0.1, 0.07)]
     topology = Topology(8, intra_node_bandwidth=40e9)
     cost = CostModel(home_bytes=300 << 20, replica_bytes=50 << 20, step_seconds=1.0, horizon_steps=50)
     budget = int(0.08 * 24 * 40)
@@ -208,10 +205,9 @@ def test_limits_hold_and_are_used_where_they_gain_most() -> None:
 
 
 def test_where_replicas_stand_it_says_what_to_choose() -> None:
-    asked = {**QUESTION, "slots_per_rank": 9}
     standing = plan(SKEWED, Topology(RULE_RANKS), slots_per_rank=9).placement
     with pytest.raises(PlanError, match="choose incremental"):
-        plan(SKEWED, Topology(RULE_RANKS), **asked | {"current": standing})
+        plan(SKEWED, Topology(RULE_RANKS), **QUESTION | {"slots_per_rank": 9, "current": standing})
 
 
 ALONE = """

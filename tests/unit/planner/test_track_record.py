@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +115,12 @@ def test_a_judgement_says_what_was_promised_and_kept(turned: tuple[np.ndarray, P
 def test_a_plan_is_judged_for_as_long_as_it_promised(turned: tuple[np.ndarray, Plan]) -> None:
     """Other loads may come after that, which it did not promise anything for."""
     load, made = turned
-    record = TrackRecord(horizon=1)
-    record.note(made)
-    record.observe(load)
-    for _ in range(5):
-        record.observe(np.ones_like(load))
-    assert record.trust == pytest.approx(1.0)
-    control = TrackRecord(horizon=JUDGED)
-    control.note(made)
-    for came in (load, *[np.ones_like(load)] * 5):
-        control.observe(came)
-    assert control.trust < 0.3
+    record, control = TrackRecord(horizon=1), TrackRecord(horizon=JUDGED)
+    for one in (record, control):
+        one.note(made)
+        for came in (load, *[np.ones_like(load)] * 5):
+            one.observe(came)
+    assert record.trust == pytest.approx(1.0) and control.trust < 0.3
 
 
 def test_a_plan_saves_as_much_as_is_believed_of_its_gain() -> None:
@@ -280,16 +276,8 @@ def test_plain_python_plans_what_compiled_code_does() -> None:
         "made = [plan(load, Topology(3), slots_per_rank=3, current=current, max_moves=most) for most in (None, 2)]; "
         "print([one.placement.physical_to_logical.tolist() for one in made])"
     )
-    plain, compiled = (
-        subprocess.run(
-            [sys.executable, "-W", "error", "-c", script],
-            env={**os.environ, "NUMBA_DISABLE_JIT": off},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for off in ("1", "0")
-    )
+    run = partial(subprocess.run, [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    plain, compiled = (run(env={**os.environ, "NUMBA_DISABLE_JIT": off}) for off in ("1", "0"))
     assert plain.returncode == 0, plain.stderr
     assert plain.stdout == compiled.stdout != ""
 
