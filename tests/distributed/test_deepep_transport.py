@@ -99,7 +99,17 @@ def large_messages_go_in_equally_many_calls_on_every_rank(rank: int, transport: 
     assert CALLS == ["experts"] * -(-50 // (20 // RANKS))  # of 20 rows at most, as many for each rank
 
 
+def a_rank_that_alone_cannot_warm_up_fails_on_all(rank: int, transport: Transport) -> None:
+    """Before anybody makes a buffer, which waits for every rank; then all begin anew."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TransportError, match="rank 1: torch"):
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: rank == 1)
+        transport.warm_up(soon())
+    transport.warm_up(soon())
+    assert torch.equal(exchange(rank, transport), random_bytes((rank - 1) % RANKS, 5000, CPU))
+
+
 CASES: list[Case] = [
+    a_rank_that_alone_cannot_warm_up_fails_on_all,
     contract.messages_of_a_pair_arrive_in_order,
     contract.messages_of_any_size,
     contract.empty_messages_between_others,

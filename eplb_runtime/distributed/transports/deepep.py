@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...config import ConfigError
 from ...utils.text import one_line
-from ..consensus import first_problem
+from ..consensus import failing_together
 from .base import Message, Pending, SideStream, Transport, TransportError, wait_until
 from .nixl import rdma_devices
 from .nvshmem import claim
@@ -135,25 +135,23 @@ class DeepEP(Transport):
         self._problem = "it is not warmed up"
 
     def warm_up(self, deadline: float) -> None:
-        problem, package = "", self._package
-        try:
-            if package is None and not (problem := why_not(self.device)):
-                package = imported(asked="transport='deepep'")
-        except ConfigError as error:
-            problem = str(error)
-        nodes = self._gather(node_of_this_rank(), deadline)
-        if not problem and self._num_ranks > 1 and self._package is None:
-            problem = why_not_between(self._num_ranks, min(map(nodes.count, nodes)))
-        if problem := first_problem(problem, self._group, self._group_device, deadline):
-            raise TransportError(f"transport 'deepep': {problem}")
-        if self._num_ranks > 1:
-            try:
+        package, nodes = self._package, self._gather(node_of_this_rank(), deadline)
+        several, asked = self._num_ranks > 1, "transport 'deepep'"
+        with failing_together(self._group, self._group_device, deadline):
+            if package is None:
+                of_node = min(map(nodes.count, nodes))
+                if why := why_not(self.device) or (why_not_between(self._num_ranks, of_node) if several else ""):
+                    raise TransportError(f"{asked}: {why}")
+                package = imported(asked)
+            if several:
                 package.Buffer.set_num_sms(NUM_SMS)
                 self._there, back = settings(package, self._num_ranks)
                 refuse_filled_memory()
+        if several:
+            try:
                 self._buffer = shared_buffer(package, self._group, NUM_SMS, self._there, back)
             except (RuntimeError, AssertionError, ConfigError) as error:
-                raise TransportError(f"transport 'deepep': {one_line(error)}") from error
+                raise TransportError(f"{asked}: {one_line(error)}") from error
         self._problem = ""
         self._try_out(deadline)
 
