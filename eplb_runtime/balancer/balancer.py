@@ -279,11 +279,11 @@ class Balancer:
             return self.gradients.clip(max_norm, parameters, norm_type)
 
     def step(self) -> None:
-        """Close a training step, after ``optimizer.step()`` and before the next forward, on every rank: count it, let
-        the guard check, begin or carry out a decision that is due, and refresh replicas. After `close` it only counts.
-        ``attach`` hooks it to the optimizer; call it yourself only without one."""
+        """Close a training step, before the next forward, on every rank: count it and, until `close`, check, decide and
+        move experts, and refresh replicas. ``attach`` hooks it to the optimizer; call it yourself only without one."""
         if not self.closed:
             return self.loop.end_step()
+        self.loop.pass_over_step()
         self.gradients.on_step_end()
         self.runtime.counter.advance()  # tags of forwards tell steps, and other ranks may close later
 

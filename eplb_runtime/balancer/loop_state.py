@@ -216,7 +216,7 @@ class LoopState:
             hook.on_step_skipped(optimizer)
 
     def pass_over_step(self) -> None:
-        """Forget the training step that has begun: every optimizer's step was skipped, and gradients may stay."""
+        """Forget the training step that has begun, without the hooks: it was skipped, or balancing has ended."""
         self._has_begun = False
 
     def on_moved(self) -> None:

@@ -150,8 +150,7 @@ class LogicalView:
         return TensorSpec(shape if entry.layer is None else (self.num_experts, *shape[1:]), entry.tensor.dtype)
 
     def blocks_of(self, entry: Entry) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield (offsets in the whole tensor, live memory) of each block of an entry that this rank holds: each of its
-        experts, a whole tensor, or its chunk of a DTensor."""
+        """Yield (offsets in the whole tensor, live memory) of each block: an expert, a tensor, a DTensor's chunk."""
         here = local(entry.tensor).detach()
         zeros = (0,) * here.ndim
         if entry.layer is not None:
@@ -285,7 +284,8 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, Balancer | None]:
         if (balancer := module.__dict__.get("_eplb_runtime_balancer")) is not None:
             inside = {id(tensor) for _, tensor in (*module.named_parameters(), *module.named_buffers())}
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if id(tensor) not in inside:
+                head, _, own = name.rpartition(".")
+                if id(tensor) not in inside and own not in model.get_submodule(head)._non_persistent_buffers_set:
                     raise CheckpointError(f"{name} is outside the attached model: give the attached model alone")
             return module, balancer
     wrapper = nn.parallel.DistributedDataParallel

@@ -87,6 +87,7 @@ class Overlapped:
     Attributes:
         in_flight: whether a migration was begun and has not ended.
         late_rounds, late_bytes: late rounds so far over all ranks, and the bytes of them that this rank received.
+        gate_seconds: how long arrived rounds wait for a forward: not as long as ranks of other stages in the vote.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Overlapped:
         self.late_rounds = self.late_bytes = 0
         self._engine, self._control, self._registry, self._maps = engine, control, registry, maps
         self._timeout, self._max_pause = config.timeout_seconds, config.migration.max_pause_seconds
+        self.gate_seconds = self._timeout if len(registry.layers) == len(maps.table.changes_L) else self._timeout / 2
         self._lock = threading.RLock()  # a signal's handler may close the balancer while its thread waits in here
         self._budget = engine.bytes_per_step // 4
         self._stream: Any = None
@@ -117,8 +119,7 @@ class Overlapped:
         self._flights: list[InFlightRound] = []
         self._as_sent: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._gate, self._begun = threading.Event(), False
-        self._batches = 0
-        self._pause = 0.0
+        self._batches, self._pause = 0, 0.0
 
     def begin(self, current: Placement, target: Placement, key: str) -> None:
         """Set ``in_flight``, read the record formats, and prepare the migration on the control thread. On every rank,
@@ -424,8 +425,8 @@ class Overlapped:
                 self._engine.arrive(flight.posted, self._maps.prepare, vote)
                 arrived.append(flight)
                 vote()
-            if not gate.wait(self._timeout / 2):  # who waits in the vote since before gives up after a whole one
-                late = Verdict(False, "training did not go on", kind=LATE)
+            if not gate.wait(self.gate_seconds):
+                late = Verdict(False, f"no forward for {self.gate_seconds:g} s (see timeout_seconds)", kind=LATE)
                 for flight in arrived:
                     self._engine.refuse(flight.ballot, late)
                 gate.set()
@@ -452,8 +453,7 @@ class Overlapped:
         """Return a function that orders the thread's work on a device after everything queued so far."""
         if self._engine.device.type != "cuda":
             return lambda: None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._engine.device))
+        event = torch.cuda.current_stream(self._engine.device).record_event()
 
         def begin() -> None:
             if self._stream is None:  # one for good: torch has few, and the others that it gives out are the model's

@@ -5,8 +5,6 @@ homes moved by the planner; and small batches, as in decoding. Bandwidth is coun
 same for all: a row in bfloat16 for each token that visits the busiest rank, over the time of the slowest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import lcm

@@ -1,7 +1,5 @@
 """The harness of the benchmarks: options and ranks of a command, and its result as Markdown tables or JSON."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

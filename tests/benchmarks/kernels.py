@@ -1,7 +1,5 @@
 """The Triton kernels on this GPU, each beside its reference and beside a plain copy of what it reads and a launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

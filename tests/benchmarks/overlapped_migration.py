@@ -1,7 +1,5 @@
 """Migration during training: the cost of every expert's change of ranks, between two steps and during them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

@@ -6,8 +6,6 @@ training repeats of the rollout's is taken to be all of it, as where routing is 
 of plans: throughput is what even load would give, divided by the imbalance.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 It needs no host sync and brings rows by expert, then by source rank: our order. DeepEP is in ``benchmarks.dispatch``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -137,10 +137,20 @@ def another_after_a_skipped_step_and_close() -> State:
     assert run.balancer.runtime.expert_clock.on
     run.balancer.close()
     assert not run.balancer.runtime.expert_clock.on
+    run.backward(run.forward())
+    run.optimizer.step()
     new = SGD(run.model.parameters(), lr=0.05)
     run.balancer.adopt(Wrapped(new), instead_of=Wrapped(run.optimizer))
+    new.zero_grad()
     train(run.model, new)
     return eplb.logical_state_dict(run.model, new)
+
+
+def another_after_close_where_nothing_is_averaged() -> None:
+    run = attached(dense_gradients="host", guard="off")
+    run.balancer.close()
+    run.backward(run.forward())
+    SGD(run.model.parameters(), lr=0.05).step()
 
 
 def with_copies() -> dict[str, Any]:
@@ -166,6 +176,7 @@ def written_between_steps(**options: Any) -> State:
 
 
 def right(rank: int) -> list[dict[str, str]]:
+    closing(another_after_close_where_nothing_is_averaged)()
     given, adopted = (closing(partial(two_optimizers, adopts))() for adopts in (False, True))
     assert differing(given, adopted) == []
     static, moved = (closing(partial(another_in_mid_run, policy))() for policy in ("static", "incremental"))

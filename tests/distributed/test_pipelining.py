@@ -122,6 +122,8 @@ def start(rank: int, job: Pipeline) -> Run:
         ),
         ep_group=experts,
     )
+    waits_less = balancer.rebalancer.overlapped.gate_seconds < balancer.config.timeout_seconds
+    assert waits_less == (len(modules) < len(everything)), "ranks of other stages wait in the vote meanwhile"
     if job.moving:
         plan_by(balancer, plan_shuffle)
     if job.overlap:

@@ -1,8 +1,6 @@
 """Jobs over hosts. The first test, and the one that loses a host, start them as a user would: by
 ``launch/multi_node.sh``; the others fork ranks, whose imports would cost more than what they do."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

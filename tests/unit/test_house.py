@@ -39,7 +39,7 @@ COMPILED = ("jit", "triton", "custom_op", "register_fake", "kernel")
 RATCHET = {
     "(root)": 1214,
     "utils": 557,
-    "distributed": 2765,
+    "distributed": 2763,
     "load": 677,
     "moe": 4128,
     "planner": 2584,
@@ -51,7 +51,7 @@ RATCHET = {
     "hosts": 6411,
     "tools": 2979,
     "cli": 857,
-    "package": 31735,
+    "package": 31733,
     "files of the package": 175,
     "page": 664,
     "tests": 33247,

@@ -34,22 +34,22 @@ or one with contributions that the other ranks may not have."""
 
 
 class Gradients(LoopHooks):
-    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm.
-    Without an optimizer a backward pass through experts is refused."""
+    """Gradients of one model: each contribution is reduced once, and all are clipped by one norm. Without an optimizer
+    a backward pass through experts is refused. ``averaged``: what is averaged over ranks here, not by the host."""
 
     def __init__(self, runtime: Runtime, loop: LoopState) -> None:
         groups, tensors = runtime.groups, loop.tensors
         self._runtime, self._loop, self._groups, self._device = runtime, loop, groups, runtime.device
         self._registry, self._replicas, self._parameters = runtime.registry, runtime.maps.replicas, runtime.parameters
         self._dense_parameters, self._sliced = tensors.dense, tensors.sliced
-        self._averaged: list[Averaging] = []
+        self.averaged: list[Averaging] = []
         if runtime.config.dense_gradients == "allreduce":
             scale = groups.data.size() / groups.job.gradient_divisor
-            self._averaged.append(Averaging(tensors.dense, groups.data, scale))
+            self.averaged.append(Averaging(tensors.dense, groups.data, scale))
         self._of_experts: Averaging | None = None
         if groups.expert_data is not None and runtime.averages_experts and not self._sliced:
             self._of_experts = Averaging(runtime.parameters, groups.expert_data, None, in_rank_order=True)
-            self._averaged.append(self._of_experts)
+            self.averaged.append(self._of_experts)
         self._first = True
         self._new = True
         self._divisor = runtime.divisor
@@ -97,7 +97,7 @@ class Gradients(LoopHooks):
                     "gradients: freeze it again, unfreeze it before attach, or set replica_slots=0"
                 )
         self._divide_trained()
-        for averaging in self._averaged:
+        for averaging in self.averaged:
             averaging.watch_all()
         if self._replicas is not None and not in_recompute() and not self._runtime.channels.busy:
             self._replicas.abandon()
@@ -125,10 +125,10 @@ class Gradients(LoopHooks):
         if self._replicas is not None:  # replicas may have gradients that no home shows yet
             self._replicas.wait_all()
             self._replicas.reduce_gradients()
-        if not (self._first or self._new or any(averaging.has_new for averaging in self._averaged)):
+        if not (self._first or self._new or any(averaging.has_new for averaging in self.averaged)):
             return
         with phase("reduce gradients"):
-            for averaging in self._averaged:
+            for averaging in self.averaged:
                 averaging.reduce(first=self._first)
         self._first = self._new = False
 

@@ -201,6 +201,8 @@ class Optimizers(LoopHooks):
         # An optimizer may step others inside, as wrappers of optimizers do.
         if optimizer in self._let_alone or any(one.depth or one.optimizer is optimizer for one in self._known):
             return
+        if self._balancer.closed and not self._balancer.gradients.averaged:
+            return  # all that is left to do is done in the backward pass
         held = held_by([optimizer])
         for name in (name for key, name in self._names.items() if held[key]):
             raise RuntimeError(

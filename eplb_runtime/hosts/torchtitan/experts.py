@@ -6,8 +6,6 @@ computes the rows that arrive. A dispatcher of `settings.OWN_BACKENDS` (DeepEP) 
 given slots in the place of logical experts: it takes id ``i`` to be on rank ``i // (E/R)``, as slots are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Series of loads that jitter, shift and burst, made by rule, so that planners can be held against what comes next. The
 first, ``normal(1, .3)``, is LPLB's own test distribution."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

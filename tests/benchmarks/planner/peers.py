@@ -4,8 +4,6 @@ They take tokens per expert and return which expert is in each slot; they differ
 its arguments are called, so arguments are given by name.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

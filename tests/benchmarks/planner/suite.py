@@ -6,8 +6,6 @@ family drifts every planner plans anew before each window; elsewhere once. Judge
 from experts in logical order.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

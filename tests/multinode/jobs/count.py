@@ -6,8 +6,6 @@ this host's cable and those that would have to leave at least. Of tokens the fir
 what has left all hosts on the way there and back.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -9,8 +9,6 @@ and the rebalance is dropped when that thread has waited for the others in vain.
 with ``<folder>/result.<rank>.json``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

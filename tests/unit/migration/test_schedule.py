@@ -181,7 +181,7 @@ def test_rounds_without_bytes_that_are_late_every_time_come_to_an_end() -> None:
     engine.progress, ready = (lambda placement, *_: MigrationProgress(placement)), Future[Any]()
     ready.set_result((PreparedMigration(schedule, Records({}, (8, 8), (0, 0)), current), Verdict(True)))
     config = Mock(timeout_seconds=1.0, migration=Mock(max_pause_seconds=0.5))
-    driver = Overlapped(engine, Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), Mock(), config)
+    driver = Overlapped(engine, Mock(worker=Mock(submit=lambda _: ready)), Mock(layers=[]), MagicMock(), config)
     driver.begin(current, schedule.target, "key")
     while driver.in_flight and driver._batches < 20:
         progress = driver.advance()
@@ -202,7 +202,7 @@ def test_a_round_of_other_ranks_keeps_none_of_this_rank_from_leaving() -> None:
 
 def test_copies_have_come_before_their_homes_are_written_and_are_made_anew_after() -> None:
     of = MagicMock()
-    driver = Overlapped(of.engine, Mock(), Mock(), Mock(replicas=of.replicas), Mock())
+    driver = Overlapped(of.engine, Mock(), MagicMock(), MagicMock(replicas=of.replicas), Mock())
     driver._commit(Mock(layer=3))
     calls = [f"{name}{args}" for name, args, _ in of.mock_calls if name.count(".") == 1 and "unfailing" not in name]
     assert calls[0] == "replicas.wait(3,)" and calls[-1] == "replicas.refresh([3],)" and "engine.commit" in calls[1]
