@@ -1,7 +1,5 @@
 """Compile every kernel for compute capabilities 8.0, 9.0 and 10.0, and print these: no GPU and no driver is asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eplb_runtime.moe import kernels

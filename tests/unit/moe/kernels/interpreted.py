@@ -3,8 +3,6 @@
 `test_kernels.py` runs this in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
