@@ -135,7 +135,7 @@ def test_a_job_that_ends_sooner_is_run_as_far_and_one_that_fails_is_not_run_agai
 
 
 def test_a_job_is_ended_whether_it_listens_or_not(tmp_path: Path) -> None:
-    command = ["sh", "-c", "trap '' TERM; setsid sleep 600 & echo; wait; wait"]
+    command = ["sh", "-c", "trap '' TERM; setsid sh -c 'echo; kill -STOP $$' & wait; wait"]
     environment = {**os.environ, verification._STARTED: str(tmp_path)}
     job = subprocess.Popen(command, start_new_session=True, env=environment, stdout=subprocess.PIPE)
     assert job.stdout is not None and job.stdout.readline() and len(verification.started(tmp_path)) == 2
