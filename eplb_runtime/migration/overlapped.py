@@ -87,7 +87,7 @@ class Overlapped:
     Attributes:
         in_flight: whether a migration was begun and has not ended.
         late_rounds, late_bytes: late rounds so far over all ranks, and the bytes of them that this rank received.
-        gate_seconds: how long arrived rounds wait for a forward: not as long as ranks of other stages in the vote.
+        gate_seconds: how long arrived rounds wait for a forward; half a timeout where other stages wait in the vote.
     """
 
     def __init__(

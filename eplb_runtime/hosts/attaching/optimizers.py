@@ -62,8 +62,8 @@ class _Stepper:
 
 
 class Optimizers(LoopHooks):
-    """Those that step one attached model, whose parameters are given by name, experts as they are here. After `close`
-    others are still refused, until this is gone or ``let_strangers_step()``: gradients are reduced for these alone."""
+    """Those that step one attached model, whose parameters are given by name, experts as they are here. Where
+    gradients are averaged, others are refused after `close`, too, until this is gone or ``let_strangers_step()``."""
 
     def __init__(self, balancer: Balancer, parameters: Mapping[str, Tensor]) -> None:
         self._balancer = balancer

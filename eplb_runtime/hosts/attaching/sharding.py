@@ -94,7 +94,7 @@ def _swap(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 
 class ModelSnapshot:
-    """What attaching changes of models, their layers' ``patched`` and optimizers. It keeps full experts alive."""
+    """Snapshot of what attaching changes in models, optimizers and their ``patched``. It keeps full experts alive."""
 
     def __init__(
         self, models: Sequence[nn.Module], steppers: Sequence[AnyOptimizer | None], layers: Sequence[MoELayer]
